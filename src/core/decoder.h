@@ -1,0 +1,108 @@
+// Maple's forward pass, a layer at a time, over weights that lie wherever their addresses say.
+//
+// The caller walks the layers: begin, then per layer attend and either dense, or route -> experts (in any grouping and order,
+// each routed expert once) -> combine, then head. Between route and combine the caller may read experts from disk; nothing
+// here knows where they come from. All work is deterministic to the bit for any threads, chunk and instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+#include "kv_cache.h"
+#include "threads.h"
+
+namespace spile {
+
+struct DecoderConfig {
+  int hidden_size, num_layers, num_heads, num_kv_heads, head_dim, num_experts, num_chosen, expert_size, dense_size;
+  int rope_dims, vocab_size, window;
+  float rms_norm_eps;
+  double rope_theta;
+  bool half_cache;
+  int max_chunk;
+  int activation_bytes;  // 2, or 3 to force the third byte everywhere
+  std::vector<bool> sliding;
+};
+
+struct Linear {
+  const uint8_t* codes = nullptr;
+  const uint16_t* alpha = nullptr;
+};
+
+struct LayerWeights {
+  const uint16_t *input_norm = nullptr, *post_norm = nullptr, *q_norm = nullptr, *k_norm = nullptr, *router = nullptr;
+  Linear q, k, v, o, gate, up, down;  // the last three: a dense layer's
+  const uint16_t *gate_alpha = nullptr, *up_alpha = nullptr, *down_alpha = nullptr;  // experts': [E, rows]
+};
+
+struct Pair {  // one routed expert of one token
+  int token;
+  int rank;  // its place among the token's experts in ascending id
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderConfig& config, const Kernels* kernels, int num_threads);
+
+  std::vector<LayerWeights> layers;
+  const uint16_t* final_norm = nullptr;
+  Affine4 head_weights{};
+
+  const DecoderConfig& config() const { return config_; }
+  CacheShape cache_shape() const;
+  size_t scratch_nbytes() const;
+
+  // h = the embedding rows `rows[0 .. T)` of a 4-bit table.
+  void begin(const Affine4& table, const int64_t* rows, int T);
+  // Attention of the chunk's tokens at positions cache.position + t; their keys and values are stored. h is updated.
+  void attend(KvCache& cache, int layer);
+  void dense(int layer);
+  // Chooses experts; returns the distinct ids, ascending. counts()[i] tokens want the i-th of them.
+  const std::vector<int32_t>& route(int layer);
+  const std::vector<int32_t>& counts() const { return counts_; }
+  // Computes `num` routed experts, whose packed codes lie at codes[3 * i + {0, 1, 2}] (gate, up, down).
+  void experts(int layer, const int32_t* ids, const uint64_t* codes, int num);
+  void combine();
+  // Logits [num, V] of the chunk's last `num` tokens.
+  void logits(int num, float* out);
+
+ private:
+  struct Task {
+    int expert;
+    const uint8_t* codes[3];
+    int first, count;  // its pairs, in pairs_ and in the scratch of this batch
+  };
+  void normalise_and_fix(const uint16_t* weight);
+  void fix_token(int t);
+  void expert_batch(const LayerWeights& w, const Task* tasks, int num);
+  void prepare_rope(int64_t position);
+  void rotate(float* head, int t) const;
+  void attend_one(const KvCache& cache, int layer);
+  void attend_many(const KvCache& cache, int layer);
+  int64_t first_seen(int layer, int64_t position) const;
+  void attend_block(const KvCache& cache, int layer, int kv_head, int64_t block, int64_t position, const float* q,
+                    float* out) const;
+
+  DecoderConfig config_;
+  const Kernels* kernels_;
+  ThreadPool pool_;
+  int T_ = 0;
+  int heads_per_kv_, q_size_, kv_size_, value_stride_;
+
+  std::vector<float> h_, x_, q_, k_, v_, attended_, probabilities_, outputs_, gate_, up_, rope_;
+  std::vector<int8_t> planes_, attended_planes_, pair_planes_, dense_planes_;
+  std::vector<int32_t> groups_;
+  std::vector<Fixed> fixed_, attended_fixed_, pair_fixed_;
+  std::vector<float> partials_;
+  std::vector<std::vector<float>> thread_partials_;
+  std::vector<int32_t> chosen_;   // [T, K] ascending
+  std::vector<float> weights_;    // [T, K]
+  std::vector<int32_t> ids_, counts_, first_pair_;
+  std::vector<Pair> pairs_;       // grouped by expert, ascending
+  int max_pairs_;
+  bool has_dense_ = false;
+};
+
+}  // namespace spile

@@ -1,0 +1,94 @@
+// What one instruction set offers: the table of kernels that the decoder calls.
+//
+// Every table gives the same bits for the same arguments. Integer sums are exact, so they may be taken in any order; float
+// steps are elementwise or follow the one order that lanes.inl fixes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace spile {
+
+// A fixed-point vector: x[i] is about scale * q[i], and q[i] = sum over planes p of byte_p[i] * 256^(num - 1 - p).
+// plane[0] is the most significant signed byte. Two planes as a rule, three where one entry dwarfs the others.
+struct Fixed {
+  const int8_t* plane[3];
+  int num;
+  float scale;
+  int64_t sum;            // of q
+  const int32_t* groups;  // sums of q over groups of 64 (only where a 4-bit layer reads the vector)
+};
+
+// Bytes of one plane of n entries, padding included. Planes are zero behind their last entry.
+inline size_t plane_nbytes(size_t n) { return (n + 255) / 256 * 256; }
+
+enum class Layout { kTernary, kNibble };  // the order in which a plane's bytes lie, per the codes they meet
+
+struct Ternary {  // rows of 2-bit codes, value (code - 1) * alpha
+  const uint8_t* codes;
+  const uint16_t* alpha;  // BF16 [rows]
+  size_t n;               // codes in a row, a multiple of 16
+};
+
+struct Affine4 {  // rows of 4-bit codes, value code * scale + bias per group of 64
+  const uint8_t* codes;
+  const uint16_t* scales;
+  const uint16_t* biases;
+  size_t n;
+};
+
+template <class T>
+struct AttendBlock {  // one block of 128 positions of one KV head
+  const T* keys;      // [8][head_dim][16]: position varies fastest
+  const T* values;    // [128][value_stride]
+};
+
+struct AttendShape {
+  int heads;      // query heads that share the KV head
+  int head_dim;
+  int value_stride;  // head_dim rounded up to 16
+  int first, last;   // positions of the block that are seen: [first, last)
+};
+
+struct Kernels {
+  const char* name;
+
+  // Fixed point of x [n]; `planes` holds 3 * plane_nbytes(n), `groups` n / 64 sums or is null. `num` is 2, or 3 to force three.
+  Fixed (*fix)(const float* x, size_t n, int num, Layout layout, int8_t* planes, int32_t* groups);
+
+  // y[t][row] (row stride ldy) for rows [row, row_end) of each fixed vector x[t], t < T.
+  void (*ternary)(const Ternary& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y);
+  void (*affine4)(const Affine4& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y);
+  void (*affine4_row)(const Affine4& w, size_t row, float* y);  // the row itself, dequantized
+
+  void (*router)(const uint16_t* w, size_t n, size_t row, size_t row_end, const float* const* x, int T, float* const* y);
+  void (*rmsnorm)(const float* x, const uint16_t* weight, size_t n, float eps, float* y);
+  void (*softmax)(float* x, size_t n);
+  void (*swiglu)(const float* gate, const float* up, size_t n, bool clamp, float* y);
+  void (*add_scaled)(float* y, const float* x, float weight, size_t n);  // y += weight * x
+
+  // Partial attention over a block: per head the largest score, the sum of exponentials and the weighted values
+  // (q is already scaled): out[head][2 + value_stride] = {max, sum, values...}.
+  void (*attend_half)(const AttendBlock<uint16_t>& block, const AttendShape& shape, const float* q, float* out);
+  void (*attend_float)(const AttendBlock<float>& block, const AttendShape& shape, const float* q, float* out);
+  // Folds a partial result into a running one of the same form; a running sum of 0 means empty.
+  void (*merge)(float* running, const float* partial, int value_stride);
+  void (*finish)(const float* running, int head_dim, float* out);  // values / sum
+
+  void (*store_half)(const float* key, const float* value, int head_dim, int value_stride, int position, uint16_t* keys,
+                     uint16_t* values);
+  void (*store_float)(const float* key, const float* value, int head_dim, int value_stride, int position, float* keys,
+                      float* values);
+};
+
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
+
+// The best table that this machine can run, or the named one. Null when the name is unknown or the machine cannot run it.
+const Kernels* find_kernels(const char* name);
+// Names of the tables that this machine can run, best first, null-terminated.
+const char* const* available_kernels();
+
+}  // namespace spile

@@ -1,0 +1,401 @@
+// The float kernels: norms, softmax, SwiGLU, router, attention over a block, fixed-point conversion. Included by each
+// isa_*.cpp after lanes.inl; kBlock (bytes of codes that the integer kernels take at a time) is defined before.
+
+static inline F16 load_part(const float* x, size_t count, float fill) {
+  if (count >= 16) return load(x);
+  float v[16];
+  for (size_t i = 0; i < 16; ++i) v[i] = i < count ? x[i] : fill;
+  return load(v);
+}
+
+static void rmsnorm(const float* x, const uint16_t* weight, size_t n, float eps, float* y) {
+  F16 squares = zero();
+  for (size_t i = 0; i < n; i += 16) {
+    const F16 v = load_part(x + i, n - i, 0.0f);
+    squares = squares + v * v;
+  }
+  const float r = 1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps);
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] * r) * bf16_to_float(weight[i]);
+}
+
+static void softmax(float* x, size_t n) {
+  float top = x[0];
+  for (size_t i = 1; i < n; ++i) top = x[i] > top ? x[i] : top;
+  F16 total = zero();
+  for (size_t i = 0; i < n; i += 16) {
+    const F16 e = exp16(load_part(x + i, n - i, -__builtin_inff()) - splat(top));
+    total = total + e;
+    float v[16];
+    store(v, e);
+    for (size_t j = 0; j < 16 && i + j < n; ++j) x[i + j] = v[j];
+  }
+  const float s = sum(total);
+  for (size_t i = 0; i < n; ++i) x[i] = x[i] / s;
+}
+
+static void swiglu(const float* gate, const float* up, size_t n, bool clamp, float* y) {  // n is a multiple of 16
+  for (size_t i = 0; i < n; i += 16) {
+    F16 g = load(gate + i), u = load(up + i);
+    if (clamp) {
+      g = lower(g, splat(7.0f));
+      u = higher(lower(u, splat(7.0f)), splat(-7.0f));
+    }
+    store(y + i, g / (splat(1.0f) + exp16(zero() - g)) * u);
+  }
+}
+
+static void add_scaled(float* y, const float* x, float weight, size_t n) {  // n is a multiple of 16
+  const F16 w = splat(weight);
+  for (size_t i = 0; i < n; i += 16) store(y + i, load(y + i) + w * load(x + i));
+}
+
+template <int C>
+static inline void router_tile(const uint16_t* w, size_t n, size_t row, const float* const* x, float* const* y) {
+  F16 acc[C];
+  for (int c = 0; c < C; ++c) acc[c] = zero();
+  for (size_t i = 0; i < n; i += 16) {
+    const F16 v = load_bf16(w + i);
+    for (int c = 0; c < C; ++c) acc[c] = acc[c] + v * load(x[c] + i);
+  }
+  for (int c = 0; c < C; ++c) y[c][row] = sum(acc[c]);
+}
+
+static void router(const uint16_t* w, size_t n, size_t row, size_t row_end, const float* const* x, int T,
+                   float* const* y) {
+  for (; row < row_end; ++row) {
+    int t = 0;
+    for (; t + 4 <= T; t += 4) router_tile<4>(w + row * n, n, row, x + t, y + t);
+    for (; t < T; ++t) router_tile<1>(w + row * n, n, row, x + t, y + t);
+  }
+}
+
+// ---- fixed point ----
+
+constexpr float kLimit2 = 32639.0f;    // 127 * 256 + 127
+constexpr float kLimit3 = 8355000.0f;  // below 127 * 65536 + 127 * 256 + 127 by more than the product's rounding
+
+static inline void split_block(const int32_t* q, int plane_from_low, int num, Layout layout, int8_t* out) {
+  // q [256] -> one signed byte each, in the order in which the integer kernel meets its codes
+  alignas(64) int8_t bytes[256];
+  for (int i = 0; i < 256; ++i) {
+    int32_t rest = q[i];
+    int8_t low = (int8_t)rest;
+    for (int p = 0; p < plane_from_low; ++p) {
+      rest = (rest - low) >> 8;
+      low = (int8_t)rest;
+    }
+    bytes[i] = low;
+  }
+  (void)num;
+  if (layout == Layout::kTernary) {
+    for (int b = 0; b < 256 / (4 * kBlock); ++b)
+      for (int j = 0; j < 4; ++j)
+        for (int k = 0; k < kBlock; ++k) out[(b * 4 + j) * kBlock + k] = bytes[(b * kBlock + k) * 4 + j];
+  } else {
+    for (int b = 0; b < 256 / (2 * kBlock); ++b)
+      for (int j = 0; j < 2; ++j)
+        for (int k = 0; k < kBlock; ++k) out[(b * 2 + j) * kBlock + k] = bytes[(b * kBlock + k) * 2 + j];
+  }
+}
+
+static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* planes, int32_t* groups) {
+  const size_t stride = plane_nbytes(n);
+  Fixed f;
+  f.num = num;
+  f.sum = 0;
+  f.groups = groups;
+  for (int p = 0; p < 3; ++p) f.plane[p] = planes + (size_t)p * stride;
+  uint32_t top = 0;
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, x + i, 4);
+    bits &= 0x7FFFFFFFu;
+    top = bits > top ? bits : top;
+  }
+  float max;
+  __builtin_memcpy(&max, &top, 4);
+  const bool finite = top < 0x7F800000u;
+  if (!finite || max < 0x1p-90f) {  // all zero (or as good as), or not a number: the scale says which
+    f.scale = finite ? 0.0f : __builtin_nanf("");
+    f.num = 2;
+    __builtin_memset(planes, 0, 2 * stride);
+    if (groups) __builtin_memset(groups, 0, n / 64 * sizeof(int32_t));
+    return f;
+  }
+  for (;;) {
+    const float limit = f.num == 3 ? kLimit3 : kLimit2;
+    const float inverse = limit / max;
+    f.scale = max / limit;
+    f.sum = 0;
+    int64_t small = 0;  // sum of min(|q|, 1020)
+    alignas(64) int32_t q[256];
+    for (size_t base = 0; base < n; base += 256) {
+      const size_t count = n - base < 256 ? n - base : 256;
+      for (size_t i = 0; i < count; ++i) {
+        const float v = x[base + i] * inverse;
+        q[i] = (int32_t)(v + (v < 0.0f ? -0.5f : 0.5f));
+      }
+      for (size_t i = count; i < 256; ++i) q[i] = 0;
+      int32_t clipped = 0;
+      for (int g = 0; g < 4; ++g) {
+        int32_t s = 0;
+        for (int i = 0; i < 64; ++i) {
+          const int32_t v = q[64 * g + i], a = v < 0 ? -v : v;
+          s += v;
+          clipped += a < 1020 ? a : 1020;
+        }
+        f.sum += s;
+        if (groups && base + 64 * (size_t)g < n) groups[base / 64 + (size_t)g] = s;
+      }
+      small += clipped;
+      for (int p = 0; p < f.num; ++p) split_block(q, f.num - 1 - p, f.num, layout, planes + (size_t)p * stride + base);
+    }
+    // Entries are small against the largest one: with two bytes they would be coarser than BF16. Counting each at 1020 at
+    // most keeps several outliers from hiding one another, and short vectors from never getting here.
+    if (f.num == 2 && small < 510 * (int64_t)n) {
+      f.num = 3;
+      continue;
+    }
+    return f;
+  }
+}
+
+// ---- attention ----
+
+template <class T, int H, int TILES>
+static inline void score_tiles(const T* keys, int tile, int head_dim, const float* q, float* scores) {
+  F16 acc[H][TILES];
+  for (int h = 0; h < H; ++h)
+    for (int i = 0; i < TILES; ++i) acc[h][i] = zero();
+  for (int d = 0; d < head_dim; ++d) {
+    F16 k[TILES];
+    for (int i = 0; i < TILES; ++i) k[i] = load_cache(keys + ((size_t)(tile + i) * (size_t)head_dim + (size_t)d) * 16);
+    for (int h = 0; h < H; ++h) {
+      const F16 s = splat(q[h * head_dim + d]);
+      for (int i = 0; i < TILES; ++i) acc[h][i] = acc[h][i] + s * k[i];
+    }
+  }
+  for (int h = 0; h < H; ++h)
+    for (int i = 0; i < TILES; ++i) store(scores + h * 128 + (tile + i) * 16, acc[h][i]);
+}
+
+template <class T, int H, int C>
+static inline void weigh_values(const T* values, int stride, int first, int last, const float* p, float* out,
+                                int out_stride) {
+  F16 acc[H][C];
+  for (int h = 0; h < H; ++h)
+    for (int c = 0; c < C; ++c) acc[h][c] = zero();
+  for (int j = first; j < last; ++j) {
+    F16 v[C];
+    for (int c = 0; c < C; ++c) v[c] = load_cache(values + (size_t)j * (size_t)stride + (size_t)c * 16);
+    for (int h = 0; h < H; ++h) {
+      const F16 w = splat(p[h * 128 + j]);
+      for (int c = 0; c < C; ++c) acc[h][c] = acc[h][c] + w * v[c];
+    }
+  }
+  for (int h = 0; h < H; ++h)
+    for (int c = 0; c < C; ++c) store(out + h * out_stride + c * 16, acc[h][c]);
+}
+
+template <class T, int H>
+static void attend_heads(const AttendBlock<T>& block, const AttendShape& s, const float* q, float* out) {
+  alignas(64) float p[H * 128];
+  const int first_tile = s.first / 16, end_tile = (s.last + 15) / 16, stride = 2 + s.value_stride;
+  int tile = first_tile;
+  for (; tile + 2 <= end_tile; tile += 2) score_tiles<T, H, 2>(block.keys, tile, s.head_dim, q, p);
+  if (tile < end_tile) score_tiles<T, H, 1>(block.keys, tile, s.head_dim, q, p);
+  for (int h = 0; h < H; ++h) {
+    float* row = p + h * 128;
+    for (int j = first_tile * 16; j < s.first; ++j) row[j] = -__builtin_inff();
+    for (int j = s.last; j < end_tile * 16; ++j) row[j] = -__builtin_inff();
+    F16 tops = splat(-__builtin_inff());
+    for (tile = first_tile; tile < end_tile; ++tile) tops = higher(load(row + tile * 16), tops);
+    float lanes[16];
+    store(lanes, tops);
+    float top = lanes[0];
+    for (int i = 1; i < 16; ++i) top = lanes[i] > top ? lanes[i] : top;
+    F16 total = zero();
+    for (tile = first_tile; tile < end_tile; ++tile) {
+      const F16 e = exp16(load(row + tile * 16) - splat(top));
+      total = total + e;
+      store(row + tile * 16, e);
+    }
+    out[h * stride] = top;
+    out[h * stride + 1] = sum(total);
+  }
+  int c = 0;
+  const int chunks = s.value_stride / 16;
+  for (; c + 4 <= chunks; c += 4)
+    weigh_values<T, H, 4>(block.values + c * 16, s.value_stride, s.first, s.last, p, out + 2 + c * 16, stride);
+  for (; c < chunks; ++c)
+    weigh_values<T, H, 1>(block.values + c * 16, s.value_stride, s.first, s.last, p, out + 2 + c * 16, stride);
+}
+
+template <class T>
+static void attend(const AttendBlock<T>& block, const AttendShape& s, const float* q, float* out) {
+  int h = 0;
+  const int stride = 2 + s.value_stride;
+  for (; h + 4 <= s.heads; h += 4) attend_heads<T, 4>(block, s, q + h * s.head_dim, out + h * stride);
+  for (; h + 2 <= s.heads; h += 2) attend_heads<T, 2>(block, s, q + h * s.head_dim, out + h * stride);
+  for (; h < s.heads; ++h) attend_heads<T, 1>(block, s, q + h * s.head_dim, out + h * stride);
+}
+
+static void merge(float* running, const float* partial, int value_stride) {
+  if (running[1] == 0.0f) {
+    __builtin_memcpy(running, partial, sizeof(float) * (size_t)(2 + value_stride));
+    return;
+  }
+  const float top = running[0] > partial[0] ? running[0] : partial[0];
+  float e[16] = {running[0] - top, partial[0] - top};
+  store(e, exp16(load(e)));
+  running[0] = top;
+  running[1] = running[1] * e[0] + partial[1] * e[1];
+  const F16 a = splat(e[0]), b = splat(e[1]);
+  for (int i = 0; i < value_stride; i += 16)
+    store(running + 2 + i, load(running + 2 + i) * a + load(partial + 2 + i) * b);
+}
+
+static void finish(const float* running, int head_dim, float* out) {
+  for (int i = 0; i < head_dim; ++i) out[i] = running[2 + i] / running[1];
+}
+
+template <class T>
+static void store_pair(const float* key, const float* value, int head_dim, int value_stride, int position, T* keys,
+                       T* values) {
+  T* k = keys + (size_t)(position / 16) * (size_t)head_dim * 16 + (size_t)(position % 16);
+  for (int d = 0; d < head_dim; ++d) put_cache(k + (size_t)d * 16, key[d]);
+  T* v = values + (size_t)position * (size_t)value_stride;
+  for (int d = 0; d < head_dim; ++d) put_cache(v + d, value[d]);
+}
+
+// ---- integer layers: what surrounds the exact sums ----
+
+static inline const uint8_t* row_at(const uint8_t* codes, size_t stride, size_t row, size_t row_end) {
+  return codes + (row < row_end ? row : row_end - 1) * stride;  // a tile that runs over repeats its last row
+}
+
+static inline int64_t total_of(const Fixed& x, const int32_t* s, int rows, int r) {
+  int64_t total = 0;
+  for (int p = 0; p < x.num; ++p) total = total * 256 + s[p * rows + r];
+  return total - x.sum;
+}
+
+// One vector: eight rows by two planes a tile. `s` is [plane][row].
+static void ternary_one(const Ternary& w, size_t row, size_t row_end, const Fixed& x, float* y) {
+  const size_t stride = w.n / 4;
+  const bool narrow = w.n <= 16384;  // 256 * sum(c * hi) fits an int32
+  for (; row < row_end; row += 8) {
+    const uint8_t* rows[8];
+    for (int r = 0; r < 8; ++r) rows[r] = row_at(w.codes, stride, row + (size_t)r, row_end);
+    alignas(64) int32_t s[32];
+    const int8_t* cols[2] = {x.plane[0], x.plane[1]};
+    tile_8x2(rows, w.n, cols, s);
+    const int count = row_end - row < 8 ? (int)(row_end - row) : 8;
+    if (x.num == 2 && narrow && count == 8) {
+      const int32_t q_sum = (int32_t)x.sum;
+      for (int r = 0; r < 8; ++r) {
+        const int32_t total = s[r] * 256 + s[8 + r] - q_sum;
+        y[row + (size_t)r] = (bf16_to_float(w.alpha[row + (size_t)r]) * x.scale) * (float)total;
+      }
+      continue;
+    }
+    if (x.num == 3) {
+      const int8_t* third[2] = {x.plane[2], x.plane[2]};
+      tile_8x2(rows, w.n, third, s + 16);
+    }
+    for (int r = 0; r < count; ++r)
+      y[row + (size_t)r] = (bf16_to_float(w.alpha[row + (size_t)r]) * x.scale) * (float)total_of(x, s, 8, r);
+  }
+}
+
+// Two two-plane vectors: four rows by four planes a tile.
+static void ternary_two(const Ternary& w, size_t row, size_t row_end, const Fixed& a, const Fixed& b, float* ya,
+                        float* yb) {
+  const size_t stride = w.n / 4;
+  const bool narrow = w.n <= 16384;
+  const int8_t* cols[4] = {a.plane[0], a.plane[1], b.plane[0], b.plane[1]};
+  const int32_t a_sum = (int32_t)a.sum, b_sum = (int32_t)b.sum;
+  for (; row < row_end; row += 4) {
+    const uint8_t* rows[4];
+    for (int r = 0; r < 4; ++r) rows[r] = row_at(w.codes, stride, row + (size_t)r, row_end);
+    alignas(64) int32_t s[16];
+    tile_4x4(rows, w.n, cols, s);
+    const int count = row_end - row < 4 ? (int)(row_end - row) : 4;
+    if (narrow && count == 4) {
+      for (int r = 0; r < 4; ++r) {
+        const float alpha = bf16_to_float(w.alpha[row + (size_t)r]);
+        ya[row + (size_t)r] = (alpha * a.scale) * (float)(s[r] * 256 + s[4 + r] - a_sum);
+        yb[row + (size_t)r] = (alpha * b.scale) * (float)(s[8 + r] * 256 + s[12 + r] - b_sum);
+      }
+      continue;
+    }
+    for (int r = 0; r < count; ++r) {
+      const float alpha = bf16_to_float(w.alpha[row + (size_t)r]);
+      ya[row + (size_t)r] = (alpha * a.scale) * (float)total_of(a, s, 4, r);
+      yb[row + (size_t)r] = (alpha * b.scale) * (float)total_of(b, s + 8, 4, r);
+    }
+  }
+}
+
+static void ternary(const Ternary& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y) {
+  int waiting = -1;  // a two-plane vector that has no partner yet
+  for (int t = 0; t < T; ++t) {
+    if (x[t]->num == 3) {
+      ternary_one(w, row, row_end, *x[t], y[t]);
+    } else if (waiting < 0) {
+      waiting = t;
+    } else {
+      ternary_two(w, row, row_end, *x[waiting], *x[t], y[waiting], y[t]);
+      waiting = -1;
+    }
+  }
+  if (waiting >= 0) ternary_one(w, row, row_end, *x[waiting], y[waiting]);
+}
+
+// 4-bit groups of 64: group g adds to lane g % 16, in ascending order; lanes fold as sum() does.
+static void affine4(const Affine4& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y) {
+  const size_t num_groups = w.n / 64;
+  for (; row < row_end; ++row) {
+    const uint8_t* codes = w.codes + row * (w.n / 2);
+    const uint16_t* scales = w.scales + row * num_groups;
+    const uint16_t* biases = w.biases + row * num_groups;
+    for (int t = 0; t < T; ++t) {
+      const Fixed& f = *x[t];
+      F16 lanes = zero();
+      for (size_t g = 0; g < num_groups; g += 16) {
+        const int count = num_groups - g < 16 ? (int)(num_groups - g) : 16;
+        alignas(64) int32_t s[16], high[16], q[16] = {};
+        uint16_t scale[16] = {}, bias[16] = {};
+        const int8_t* low = f.plane[f.num - 1] + g * 64;
+        nibble_sums(codes + g * 32, count, f.plane[f.num - 2] + g * 64, low, s);
+        __builtin_memcpy(q, f.groups + g, (size_t)count * 4);
+        __builtin_memcpy(scale, scales + g, (size_t)count * 2);
+        __builtin_memcpy(bias, biases + g, (size_t)count * 2);
+        float value[16], q_value[16];
+        if (f.num == 3) {
+          nibble_sums(codes + g * 32, count, nullptr, f.plane[0] + g * 64, high);
+          for (int i = 0; i < 16; ++i) value[i] = (float)((double)high[i] * 65536.0 + (double)s[i]);
+        } else {
+          for (int i = 0; i < 16; ++i) value[i] = (float)s[i];
+        }
+        for (int i = 0; i < 16; ++i) q_value[i] = (float)q[i];
+        lanes = lanes + (load_bf16(scale) * load(value) + load_bf16(bias) * load(q_value));
+      }
+      y[t][row] = f.scale * sum(lanes);
+    }
+  }
+}
+
+static void affine4_row(const Affine4& w, size_t row, float* y) {
+  const uint8_t* codes = w.codes + row * (w.n / 2);
+  const uint16_t* scales = w.scales + row * (w.n / 64);
+  const uint16_t* biases = w.biases + row * (w.n / 64);
+  for (size_t i = 0; i < w.n; ++i) {
+    const int code = (codes[i / 2] >> (4 * (i % 2))) & 15;
+    y[i] = (float)code * bf16_to_float(scales[i / 64]) + bf16_to_float(biases[i / 64]);
+  }
+}
+
+#define SPILE_KERNELS(NAME)                                                                                    \
+  {NAME,    fix,        ternary,    affine4,         affine4_row,   router, rmsnorm, softmax,                  \
+   swiglu,  add_scaled, attend<uint16_t>, attend<float>, merge, finish, store_pair<uint16_t>, store_pair<float>}

@@ -1,0 +1,223 @@
+// The Python face of the core: addresses, sizes and NumPy arrays in; nothing here decides anything.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "decoder.h"
+#include "reader.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace spile;
+
+namespace {
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <class T>
+const T* at(uint64_t address) {
+  return reinterpret_cast<const T*>(address);
+}
+
+const Kernels* kernels_or_throw(const std::string& name) {
+  const Kernels* kernels = find_kernels(name.c_str());
+  if (kernels) return kernels;
+  std::string known;
+  for (const char* const* n = available_kernels(); *n; ++n) known += (known.empty() ? "" : ", ") + std::string(*n);
+  throw nb::value_error(("instruction set '" + name + "' is not one that this machine runs: " + known).c_str());
+}
+
+DecoderConfig config_from(const nb::dict& d) {
+  const auto integer = [&](const char* key) { return nb::cast<int>(d[key]); };
+  DecoderConfig c;
+  c.hidden_size = integer("hidden_size");
+  c.num_layers = integer("num_layers");
+  c.num_heads = integer("num_heads");
+  c.num_kv_heads = integer("num_kv_heads");
+  c.head_dim = integer("head_dim");
+  c.num_experts = integer("num_experts");
+  c.num_chosen = integer("num_chosen");
+  c.expert_size = integer("expert_size");
+  c.dense_size = integer("dense_size");
+  c.rope_dims = integer("rope_dims");
+  c.vocab_size = integer("vocab_size");
+  c.window = integer("window");
+  c.rms_norm_eps = nb::cast<float>(d["rms_norm_eps"]);
+  c.rope_theta = nb::cast<double>(d["rope_theta"]);
+  c.half_cache = nb::cast<bool>(d["half_cache"]);
+  c.max_chunk = integer("max_chunk");
+  c.activation_bytes = integer("activation_bytes");
+  c.sliding = nb::cast<std::vector<bool>>(d["sliding"]);
+  return c;
+}
+
+void set_layer(Decoder& decoder, int layer, const nb::dict& d) {
+  const auto address = [&](const char* key) { return d.contains(key) ? nb::cast<uint64_t>(d[key]) : uint64_t{0}; };
+  const auto halves = [&](const char* key) { return at<uint16_t>(address(key)); };
+  const auto linear = [&](const std::string& key) {
+    return Linear{at<uint8_t>(address(key.c_str())), halves((key + "_alpha").c_str())};
+  };
+  LayerWeights& w = decoder.layers.at(static_cast<size_t>(layer));
+  w.input_norm = halves("input_norm");
+  w.post_norm = halves("post_norm");
+  w.q_norm = halves("q_norm");
+  w.k_norm = halves("k_norm");
+  w.router = halves("router");
+  w.q = linear("q");
+  w.k = linear("k");
+  w.v = linear("v");
+  w.o = linear("o");
+  w.gate = linear("gate");
+  w.up = linear("up");
+  w.down = linear("down");
+  w.gate_alpha = halves("gate_alpha");
+  w.up_alpha = halves("up_alpha");
+  w.down_alpha = halves("down_alpha");
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const char* const* n = available_kernels(); *n; ++n) names.emplace_back(*n);
+  return names;
+}
+
+template <class T, int N>
+nb::ndarray<nb::numpy, T> own(std::vector<T>&& values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape, nb::capsule(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); }));
+}
+
+// One linear layer by itself, for tests: y [T, out].
+nb::ndarray<nb::numpy, float> ternary_linear(Array<const float, 2> x, Array<const uint32_t, 2> codes,
+                                             Array<const uint16_t, 1> alpha, int activation_bytes, const std::string& isa) {
+  const Kernels* kernels = kernels_or_throw(isa);
+  const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
+  if (codes.shape(1) * 16 != n || alpha.shape(0) != out) throw nb::value_error("shapes of x, codes and alpha disagree");
+  std::vector<int8_t> planes(T * 3 * plane_nbytes(n));
+  std::vector<Fixed> fixed(T);
+  std::vector<const Fixed*> xs(T);
+  std::vector<float> y(T * out);
+  std::vector<float*> ys(T);
+  for (size_t t = 0; t < T; ++t) {
+    fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, Layout::kTernary, planes.data() + t * 3 * plane_nbytes(n), nullptr);
+    xs[t] = &fixed[t];
+    ys[t] = y.data() + t * out;
+  }
+  kernels->ternary({reinterpret_cast<const uint8_t*>(codes.data()), alpha.data(), n}, 0, out, xs.data(), static_cast<int>(T), ys.data());
+  return own<float, 2>(std::move(y), {T, out});
+}
+
+nb::ndarray<nb::numpy, float> affine4_linear(Array<const float, 2> x, Array<const uint32_t, 2> codes,
+                                             Array<const uint16_t, 2> scales, Array<const uint16_t, 2> biases,
+                                             int activation_bytes, const std::string& isa) {
+  const Kernels* kernels = kernels_or_throw(isa);
+  const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
+  if (codes.shape(1) * 8 != n || scales.shape(1) * 64 != n) throw nb::value_error("shapes of x, codes and scales disagree");
+  std::vector<int8_t> planes(T * 3 * plane_nbytes(n));
+  std::vector<int32_t> groups(T * (n / 64));
+  std::vector<Fixed> fixed(T);
+  std::vector<const Fixed*> xs(T);
+  std::vector<float> y(T * out);
+  std::vector<float*> ys(T);
+  for (size_t t = 0; t < T; ++t) {
+    fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, Layout::kNibble, planes.data() + t * 3 * plane_nbytes(n),
+                            groups.data() + t * (n / 64));
+    xs[t] = &fixed[t];
+    ys[t] = y.data() + t * out;
+  }
+  kernels->affine4({reinterpret_cast<const uint8_t*>(codes.data()), scales.data(), biases.data(), n}, 0, out, xs.data(),
+                   static_cast<int>(T), ys.data());
+  return own<float, 2>(std::move(y), {T, out});
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.def("isas", &isas);
+  m.def("ternary_linear", &ternary_linear, "x"_a, "codes"_a, "row_alpha"_a, "activation_bytes"_a = 2, "isa"_a = "");
+  m.def("affine4_linear", &affine4_linear, "x"_a, "codes"_a, "scales"_a, "biases"_a, "activation_bytes"_a = 2, "isa"_a = "");
+
+  nb::class_<Reader>(m, "Reader")
+      .def(nb::init<int>(), "num_threads"_a)
+      .def("submit",
+           [](Reader& self, Array<const uint64_t, 2> requests) {  // [n, 5]: fd, offset, wanted, room, address
+             std::vector<ReadRequest> list(requests.shape(0));
+             for (size_t i = 0; i < list.size(); ++i) {
+               const uint64_t* r = requests.data() + 5 * i;
+               list[i] = {static_cast<int>(static_cast<int64_t>(r[0])), r[1], r[2], r[3], reinterpret_cast<uint8_t*>(r[4])};
+             }
+             return self.submit(std::move(list));
+           })
+      .def("is_done", &Reader::is_done)
+      .def("wait",
+           [](Reader& self, uint64_t ticket) {
+             ReadFailure f;
+             {
+               nb::gil_scoped_release release;
+               f = self.wait(ticket);
+             }
+             return std::make_tuple(f.index, f.offset, f.wanted, f.got, f.error);
+           })
+      .def("cancel", &Reader::cancel)
+      .def("drain", &Reader::drain, NoGil())
+      .def("counters",
+           [](Reader& self) {
+             const ReadCounters c = self.counters();
+             return std::make_tuple(c.bytes, c.reads, c.seconds);
+           })
+      .def("set_faults", [](Reader& self, uint64_t max_bytes, uint64_t interrupt_every, uint64_t fail_at, int fail_with) {
+        self.set_faults({max_bytes, interrupt_every, fail_at, fail_with});
+      }, "max_bytes"_a = 0, "interrupt_every"_a = 0, "fail_at"_a = 0, "fail_with"_a = 0);
+
+  nb::class_<KvCache>(m, "KvCache")
+      .def_rw("position", &KvCache::position)
+      .def_prop_ro("nbytes", &KvCache::nbytes);
+
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__",
+           [](Decoder* self, const nb::dict& config, const std::string& isa, int num_threads) {
+             new (self) Decoder(config_from(config), kernels_or_throw(isa), num_threads);
+           })
+      .def("set_layer", &set_layer)
+      .def("set_head",
+           [](Decoder& self, uint64_t norm, uint64_t codes, uint64_t scales, uint64_t biases) {
+             self.final_norm = at<uint16_t>(norm);
+             self.head_weights = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),
+                                  static_cast<size_t>(self.config().hidden_size)};
+           })
+      .def_prop_ro("scratch_nbytes", &Decoder::scratch_nbytes)
+      .def("new_cache", [](const Decoder& self) { return new KvCache(self.cache_shape()); }, nb::rv_policy::take_ownership)
+      .def("begin",
+           [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, Array<const int64_t, 1> rows) {
+             const Affine4 table = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),
+                                    static_cast<size_t>(self.config().hidden_size)};
+             self.begin(table, rows.data(), static_cast<int>(rows.shape(0)));
+           },
+           NoGil())
+      .def("attend", &Decoder::attend, NoGil())
+      .def("dense", &Decoder::dense, NoGil())
+      .def("route",
+           [](Decoder& self, int layer, Array<int32_t, 1> ids, Array<int32_t, 1> counts) {  // both [E], filled from the front
+             const auto& found = self.route(layer);
+             std::copy(found.begin(), found.end(), ids.data());
+             std::copy(self.counts().begin(), self.counts().end(), counts.data());
+             return static_cast<int>(found.size());
+           },
+           NoGil())
+      .def("experts",
+           [](Decoder& self, int layer, Array<const int32_t, 1> ids, Array<const uint64_t, 2> codes) {
+             self.experts(layer, ids.data(), codes.data(), static_cast<int>(ids.shape(0)));
+           },
+           NoGil())
+      .def("combine", &Decoder::combine, NoGil())
+      .def("logits",
+           [](Decoder& self, Array<float, 2> out) { self.logits(static_cast<int>(out.shape(0)), out.data()); }, NoGil());
+}

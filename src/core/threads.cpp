@@ -1,0 +1,88 @@
+#include "threads.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace spile {
+namespace {
+
+// About 50 microseconds: longer than the gap between two loops of a layer, shorter than a scheduler's slice. On a
+// machine whose cores also serve the reader threads, spinning on would take their time.
+constexpr int kSpins = 2000;
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+  for (int t = 1; t < num_threads_; ++t) threads_.emplace_back([this, t] { work(t); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    generation_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void ThreadPool::take(int thread) {
+  for (;;) {
+    const int i = next_.fetch_add(1, std::memory_order_relaxed);
+    if (i >= n_) return;
+    body_(context_, i, thread);
+  }
+}
+
+void ThreadPool::run_loop(int n, Body body, const void* context) {
+  n_ = n;
+  body_ = body;
+  context_ = context;
+  next_.store(0, std::memory_order_relaxed);
+  running_.store(num_threads_ - 1, std::memory_order_relaxed);
+  generation_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleeping_.load(std::memory_order_seq_cst) > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+  }
+  take(0);
+  for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
+    if (spins < kSpins) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+void ThreadPool::work(int thread) {
+  unsigned seen = 0;
+  for (;;) {
+    int spins = 0;
+    while (generation_.load(std::memory_order_acquire) == seen) {
+      if (++spins < kSpins) {
+        pause();
+        continue;
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleeping_.fetch_add(1, std::memory_order_seq_cst);
+      wake_.wait(lock, [&] { return generation_.load(std::memory_order_seq_cst) != seen; });
+      sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+    ++seen;
+    if (stop_.load()) return;
+    take(thread);
+    running_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace spile

@@ -1,0 +1,86 @@
+"""Runs a mixture-of-experts language model in less memory than its weights need.
+
+    import spile
+
+    with spile.load("FOLDER", memory="630MB") as model:
+        for chunk in model.stream("Why does sap run in spring?"):
+            print(chunk.text, end="", flush=True)
+
+Names are imported with their first use, so `import spile` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spile.errors import BudgetError as BudgetError
+    from spile.errors import CheckpointError as CheckpointError
+    from spile.errors import ContextError as ContextError
+    from spile.errors import ModelError as ModelError
+    from spile.errors import ModelNotFoundError as ModelNotFoundError
+    from spile.errors import OptionError as OptionError
+    from spile.errors import ReadError as ReadError
+    from spile.errors import SpileError as SpileError
+    from spile.errors import TextError as TextError
+    from spile.errors import UnsupportedModelError as UnsupportedModelError
+    from spile.errors import WriteError as WriteError
+    from spile.generate import Chunk as Chunk
+    from spile.generate import Completion as Completion
+    from spile.generate import Stats as Stats
+    from spile.model import Model as Model
+    from spile.model import load as load
+    from spile.options import Sampling as Sampling
+
+__version__ = "0.1.0"
+
+_NAME_TO_MODULE = {
+    "BudgetError": "errors",
+    "CheckpointError": "errors",
+    "ContextError": "errors",
+    "ModelError": "errors",
+    "ModelNotFoundError": "errors",
+    "OptionError": "errors",
+    "ReadError": "errors",
+    "SpileError": "errors",
+    "TextError": "errors",
+    "UnsupportedModelError": "errors",
+    "WriteError": "errors",
+    "Chunk": "generate",
+    "Completion": "generate",
+    "Stats": "generate",
+    "Model": "model",
+    "load": "model",
+    "Sampling": "options",
+}
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "Chunk",
+    "Completion",
+    "ContextError",
+    "Model",
+    "ModelError",
+    "ModelNotFoundError",
+    "OptionError",
+    "ReadError",
+    "Sampling",
+    "SpileError",
+    "Stats",
+    "TextError",
+    "UnsupportedModelError",
+    "WriteError",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _NAME_TO_MODULE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'spile' has no attribute {name!r}")
+    return getattr(import_module(f"spile.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

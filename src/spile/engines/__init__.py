@@ -1,0 +1,68 @@
+"""Chooses and opens an engine for a model; the options of all engines in one place.
+
+It does not know how an engine works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spile.errors import OptionError
+
+if TYPE_CHECKING:
+    from spile.architectures.maple import MapleModel
+    from spile.engines.base import Engine
+
+IO_MODES = ("auto", "buffered", "direct", "mapped")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a user may ask of an engine. Checked when made.
+
+    `kv_bits` and `activation_bytes` change the answer's last digits; nothing else changes a bit of it.
+
+    Raises: OptionError naming the option, its value and its range.
+    """
+
+    memory_bytes: int | None = None  # of the whole process; None: what the machine has
+    threads: int | None = None  # None: the physical cores
+    io: str = "auto"
+    kv_bits: int = 16
+    context: int | None = None  # tokens; None: what the plan finds room for
+    prefill_chunk: int | None = None  # tokens
+    activation_bytes: int = 2  # 3: a third byte for every activation, for comparisons
+    slots: int | None = None  # experts in the pool, for tests; None: what the budget allows
+
+    def __post_init__(self) -> None:
+        _check_choice("io", self.io, IO_MODES)
+        _check_choice("kv_bits", self.kv_bits, (16, 32))
+        _check_choice("activation_bytes", self.activation_bytes, (2, 3))
+        for name, value, most in (
+            ("memory", self.memory_bytes, 2**50),
+            ("threads", self.threads, 1024),
+            ("context", self.context, 2**30),
+            ("prefill_chunk", self.prefill_chunk, 2**16),
+            ("slots", self.slots, 2**30),
+        ):
+            if value is not None and (isinstance(value, bool) or not 1 <= value <= most):
+                raise OptionError(f"{name} is {value!r}: it must be an integer from 1 to {most:,}")
+
+
+def open_engine(model: MapleModel, options: EngineOptions, *, tokenizer_nbytes: int = 0) -> Engine:
+    """Open the cpu engine, the only one so far. Touches disk: weights that stay resident are read.
+
+    Raises:
+        BudgetError: the budget is below what the model needs; the message says what that is.
+        OptionError: an option that this machine cannot follow.
+        ReadError, CheckpointError: weights that cannot be read.
+    """
+    from spile.engines.cpu.engine import CpuEngine
+
+    return CpuEngine(model, options, tokenizer_nbytes=tokenizer_nbytes)
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}: it must be one of {', '.join(map(str, choices))}")

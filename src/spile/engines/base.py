@@ -1,0 +1,85 @@
+"""The one interface behind which an engine turns token ids into logits.
+
+It knows nothing of text, sampling or files. An engine is used from one thread at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the expert store and its slots have done since the engine was opened. Cumulative."""
+
+    bytes_read: int = 0
+    reads: int = 0
+    read_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+class State(Protocol):
+    """What one sequence has left behind: its keys and values."""
+
+    @property
+    def position(self) -> int:
+        """Tokens held."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        ...
+
+
+class Engine(Protocol):
+    """A model that is ready to run.
+
+    `context` is the number of tokens a state can hold; `exact` is False when the user asked for an
+    approximate mode by name.
+    """
+
+    name: str
+    exact: bool
+    vocab_size: int
+    context: int
+    resident_expert_bytes: int
+
+    def new_state(self) -> State:
+        """Make an empty state."""
+        ...
+
+    def prefill(
+        self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Append T tokens; return the logits [V] after the last. `on_progress(done, total)` in tokens."""
+        ...
+
+    def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
+        """Append one token; return the logits [V], valid until the next call."""
+        ...
+
+    def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Append T tokens; return the logits after each, [T, V]."""
+        ...
+
+    def counters(self) -> Counters:
+        """Say what was read and found since the engine was opened."""
+        ...
+
+    def lend(self, nbytes: int) -> None:
+        """Hand this many bytes of pool memory back to the system until they are needed again."""
+        ...
+
+    def summary(self) -> str:
+        """Say in one line what was planned."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads, close files, free memory. May be called twice."""
+        ...

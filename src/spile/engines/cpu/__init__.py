@@ -1,0 +1,1 @@
+"""The cpu engine: Maple on the native core, exact to the bit whatever the budget, threads, chunk or instruction set."""

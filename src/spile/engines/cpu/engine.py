@@ -1,0 +1,255 @@
+"""Turns token ids into logits on the CPU: walks Maple's layers over the native decoder and a pool of experts.
+
+It decides the order of work inside a token: attention, routing, the resident experts while the missing ones are read.
+It does no arithmetic of its own, and does not know how the pool chooses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile import _core
+from spile.architectures.maple import MapleModel
+from spile.engines import EngineOptions
+from spile.engines.base import Counters, State
+from spile.engines.cpu.weights import EmbeddingRows, Weights
+from spile.errors import ContextError, OptionError
+from spile.experts import ExpertTable
+from spile.machine import physical_cores
+from spile.mapped import MappedExperts, Touch
+from spile.plan import make_plan
+from spile.policy import Policy
+from spile.sizes import format_size
+from spile.slots import Slots
+from spile.store import Store
+
+
+class CpuState:
+    """The keys and values of one sequence."""
+
+    def __init__(self, cache: _core.KvCache) -> None:
+        self.cache: _core.KvCache | None = cache
+
+    @property
+    def position(self) -> int:
+        return 0 if self.cache is None else self.cache.position
+
+    def close(self) -> None:
+        self.cache = None
+
+
+class CpuEngine:
+    """Maple, ready to run. One thread at a time may use it."""
+
+    name = "cpu"
+    exact = True
+
+    def __init__(self, model: MapleModel, options: EngineOptions, *, tokenizer_nbytes: int = 0) -> None:
+        """Plan, open files, read what stays resident.
+
+        Raises: BudgetError, OptionError, ReadError, CheckpointError.
+        """
+        config = model.config
+        self._config = config
+        self.vocab_size = config.vocab_size
+        self._isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
+        if self._isa not in _core.isas():
+            raise OptionError(
+                f"SPILE_ISA is {self._isa!r}: this machine runs {', '.join(_core.isas())}",
+            )
+        self._threads = options.threads or physical_cores()
+        table = ExpertTable(model)
+        plan = make_plan(model, table, options, tokenizer_nbytes=tokenizer_nbytes)
+        self._plan, self._kv_bits = plan, options.kv_bits
+        self.context = plan.context
+        self._closed = False
+        self._touch: Touch | None = None
+        self._store: Store | None = None
+        self._rows: EmbeddingRows | None = None
+        self._rows_store: Store | None = None
+        try:
+            self._weights = Weights(model, is_mapped=plan.is_mapped)
+            self._decoder = self._make_decoder(model, options.activation_bytes)
+            self._experts: MappedExperts | Slots
+            if plan.is_mapped:
+                self._touch = Touch(self._weights.ranges)
+                self._experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
+                self._table = tuple(
+                    self._weights.tensor(f"{model.embedding_name}.{part}")
+                    for part in ("weight", "scales", "biases")
+                )
+            else:
+                self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
+                self._policy = Policy(table.num_layers, table.num_experts)
+                self._experts = Slots(table, self._store, self._policy, plan.num_slots)
+                # Rows are far smaller than a page: they are read through the page cache in any case.
+                self._rows_store = Store(model.checkpoint.shards, direct=False)
+                self._rows = EmbeddingRows(model, self._rows_store)
+        except BaseException:
+            self.close()
+            raise
+        self._expert_nbytes = table.expert_nbytes
+        self._ids = np.empty(config.num_experts, np.int32)
+        self._counts = np.empty(config.num_experts, np.int32)
+        self._logits = np.empty((1, config.vocab_size), np.float32)
+
+    @property
+    def resident_expert_bytes(self) -> int:
+        return self._experts.num_resident * self._expert_nbytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What did not go as asked, one line each."""
+        note = self._store.note if self._store is not None else None
+        return () if note is None else (note,)
+
+    def new_state(self) -> CpuState:
+        return CpuState(self._decoder.new_cache())
+
+    def prefill(
+        self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Append T tokens, a chunk at a time; return the logits [V] after the last, valid until the next call."""
+        self._run(state, token_ids, self._logits, 1, on_progress)
+        return self._logits[0]
+
+    def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
+        self._run(state, [token_id], self._logits, 1, None)
+        return self._logits[0]
+
+    def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        out = np.empty((len(token_ids), self.vocab_size), np.float32)
+        self._run(state, token_ids, out, len(token_ids), None)
+        return out
+
+    def counters(self) -> Counters:
+        nbytes, reads, seconds, stall = 0, 0, 0.0, 0.0
+        for store in (self._store, self._rows_store):
+            if store is not None:
+                more = store.counters()
+                nbytes, reads, seconds = nbytes + more[0], reads + more[1], seconds + more[2]
+                stall += store.stall_seconds
+        if self._touch is not None:
+            stall += self._touch.stall_seconds
+        pool = self._experts
+        return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions)
+
+    def lend(self, nbytes: int) -> None:
+        self._experts.lend(nbytes)
+
+    def summary(self) -> str:
+        plan = self._plan
+        if plan.is_mapped:
+            experts = "all experts mapped in place"
+        else:
+            config = self._config
+            total = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
+            reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
+            experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
+        budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes else ""
+        plural = "" if self._threads == 1 else "s"
+        return (
+            f"{budget}{experts}, KV {'FP16' if self._kv_bits == 16 else 'float32'}, context {self.context:,}, "
+            f"prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, {self._isa}"
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._touch is not None:
+            self._touch.close()
+        for store in (self._store, self._rows_store):
+            if store is not None:
+                store.close()
+
+    def _run(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        out: NDArray[np.float32],
+        num_logits: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Append tokens chunk by chunk; write the logits of the last `num_logits` of them to `out`."""
+        assert not self._closed, "the engine was closed"
+        assert isinstance(state, CpuState) and state.cache is not None, "a state of this engine, not closed"
+        total, chunk = len(token_ids), self._plan.prefill_chunk
+        assert total > 0, "no tokens"
+        if state.position + total > self.context:
+            raise ContextError(
+                f"{state.position + total:,} tokens do not fit the context of {self.context:,}",
+                "Give a larger --context, or a shorter prompt.",
+            )
+        for start in range(0, total, chunk):
+            end = min(total, start + chunk)
+            self._run_layers(state.cache, token_ids[start:end], on_progress, start, total)
+            first_wanted = max(start, total - num_logits)
+            if first_wanted < end:
+                at = first_wanted - (total - num_logits)
+                self._decoder.logits(out[at : at + end - first_wanted])
+            state.cache.position += end - start
+
+    def _run_layers(
+        self,
+        cache: _core.KvCache,
+        token_ids: Sequence[int],
+        on_progress: Callable[[int, int], None] | None,
+        done: int,
+        total: int,
+    ) -> None:
+        decoder, ids, counts, T = self._decoder, self._ids, self._counts, len(token_ids)
+        num_layers = self._config.num_hidden_layers
+        if self._rows is None:
+            decoder.begin(*self._table, np.array(token_ids, np.int64))
+        else:
+            rows = self._rows.read(token_ids)
+            decoder.begin(*(part.ctypes.data for part in rows), np.arange(T, dtype=np.int64))
+            self._policy.step(T)
+        for layer in range(num_layers):
+            decoder.attend(cache, layer)
+            if not self._config.is_moe(layer):
+                decoder.dense(layer)
+            else:
+                num = decoder.route(layer, ids, counts)
+                for some_ids, addresses in self._experts.fetch(layer, ids[:num], counts[:num]):
+                    decoder.experts(layer, some_ids, addresses)
+                decoder.combine()
+            if on_progress is not None and T > 1:
+                on_progress(done + T * (layer + 1) // num_layers, total)
+
+    def _make_decoder(self, model: MapleModel, activation_bytes: int) -> _core.Decoder:
+        config, plan = model.config, self._plan
+        decoder = _core.Decoder(
+            {
+                "hidden_size": config.hidden_size,
+                "num_layers": config.num_hidden_layers,
+                "num_heads": config.num_attention_heads,
+                "num_kv_heads": config.num_key_value_heads,
+                "head_dim": config.head_dim,
+                "num_experts": config.num_experts,
+                "num_chosen": config.num_experts_per_tok,
+                "expert_size": config.moe_intermediate_size,
+                "dense_size": config.intermediate_size,
+                "rope_dims": config.rope_dims,
+                "vocab_size": config.vocab_size,
+                "window": min(config.sliding_window, plan.context),
+                "rms_norm_eps": config.rms_norm_eps,
+                "rope_theta": config.rope_theta,
+                "half_cache": self._kv_bits == 16,
+                "max_chunk": min(plan.prefill_chunk, plan.context),
+                "activation_bytes": activation_bytes,
+                "sliding": list(config.layer_is_sliding),
+            },
+            self._isa,
+            self._threads,
+        )
+        for layer in range(config.num_hidden_layers):
+            decoder.set_layer(layer, self._weights.layer(layer))
+        head = [self._weights.tensor(f"lm_head.{part}") for part in ("weight", "scales", "biases")]
+        decoder.set_head(self._weights.tensor("model.norm.weight"), *head)
+        return decoder

@@ -1,0 +1,118 @@
+"""Turns a model's tensors into the addresses that the native decoder reads: mapped in place, or copied once.
+
+It does not compute, and knows nothing of slots: experts' codes are the pool's. Every array and mapping that an address
+points into is kept alive here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile.architectures.maple import Form, MapleModel
+from spile.errors import ReadError
+from spile.experts import Extent, read_alphas, read_row_alpha
+from spile.store import Store
+
+OnProgress = Callable[[int, int], None]
+
+
+class Weights:
+    """The weights that stay resident, by address."""
+
+    def __init__(self, model: MapleModel, *, is_mapped: bool) -> None:
+        """Map the shards, or make ready to copy.
+
+        Raises: ReadError when a shard cannot be mapped.
+        """
+        assert model.form is not Form.BF16, "bf16 weights are converted before"
+        self._model = model
+        self._kept: list[NDArray[np.generic]] = []
+        self._maps: list[mmap.mmap] = []
+        self.shard_addresses: list[int] = []
+        if is_mapped:
+            for path in model.checkpoint.shards:
+                try:
+                    with path.open("rb") as file:
+                        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                except (OSError, ValueError) as error:
+                    raise ReadError(f"cannot map {path}: {error}") from error
+                view = np.frombuffer(mapping, np.uint8)
+                self._maps.append(mapping)
+                self._kept.append(view)
+                self.shard_addresses.append(view.ctypes.data)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of each mapped shard."""
+        return [(address, len(m)) for address, m in zip(self.shard_addresses, self._maps, strict=True)]
+
+    def layer(self, layer: int) -> dict[str, int]:
+        """Return the addresses of one layer, by the names that `Decoder.set_layer` takes. Touches disk."""
+        prefix = f"model.layers.{layer}"
+        addresses = {
+            "input_norm": self.tensor(f"{prefix}.input_layernorm.weight"),
+            "post_norm": self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            "q_norm": self.tensor(f"{prefix}.self_attn.q_norm.weight"),
+            "k_norm": self.tensor(f"{prefix}.self_attn.k_norm.weight"),
+        }
+        for name in ("q", "k", "v", "o"):
+            self._linear(addresses, name, f"{prefix}.self_attn.{name}_proj")
+        if not self._model.config.is_moe(layer):
+            for name in ("gate", "up", "down"):
+                self._linear(addresses, name, f"{prefix}.mlp.{name}_proj")
+            return addresses
+        addresses["router"] = self.tensor(f"{prefix}.mlp.gate.weight")
+        for name in ("gate", "up", "down"):
+            tensor = f"{prefix}.mlp.switch_mlp.{name}_proj.row_alpha"
+            if self._maps and self._model.form is Form.ROW_ALPHA:
+                addresses[f"{name}_alpha"] = self.tensor(tensor)
+            else:
+                addresses[f"{name}_alpha"] = self._keep(read_alphas(self._model, layer, f"{name}_proj"))
+        return addresses
+
+    def tensor(self, name: str) -> int:
+        """Return the address of one whole tensor: in place when mapped, else of a private copy. Touches disk."""
+        if self._maps:
+            tensor = self._model.checkpoint.tensors[name]
+            return self.shard_addresses[tensor.shard] + tensor.offset
+        return self._keep(self._model.checkpoint.read(name))
+
+    def _linear(self, addresses: dict[str, int], name: str, prefix: str) -> None:
+        addresses[name] = self.tensor(f"{prefix}.weight")
+        if self._maps and self._model.form is Form.ROW_ALPHA:
+            addresses[f"{name}_alpha"] = self.tensor(f"{prefix}.row_alpha")
+        else:
+            addresses[f"{name}_alpha"] = self._keep(read_row_alpha(self._model, prefix))
+
+    def _keep(self, array: NDArray[np.generic]) -> int:
+        array = np.ascontiguousarray(array)
+        self._kept.append(array)
+        return array.ctypes.data
+
+
+class EmbeddingRows:
+    """Embedding rows, read on demand: 1.2 kB a token instead of a table of 175 MB."""
+
+    def __init__(self, model: MapleModel, store: Store) -> None:
+        self._store = store
+        tensors = model.checkpoint.tensors
+        self._tables = [tensors[f"{model.embedding_name}.{part}"] for part in ("weight", "scales", "biases")]
+        self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in self._tables]
+
+    def read(self, token_ids: Sequence[int]) -> tuple[NDArray[np.uint8], ...]:
+        """Return codes, scales and biases of T rows, uint8 [T, bytes of a row] each. Touches disk.
+
+        Raises: ReadError.
+        """
+        extents = [
+            Extent(tensor.shard, tensor.offset + token * nbytes, nbytes)
+            for tensor, nbytes in zip(self._tables, self._row_nbytes, strict=True)
+            for token in token_ids
+        ]
+        rows = self._store.read(extents)
+        T = len(token_ids)
+        return tuple(np.stack(rows[part * T : (part + 1) * T]) for part in range(3))

@@ -1,0 +1,124 @@
+"""Says what this machine lets the process use: cores and memory, control groups included.
+
+It does not decide what to do with them; `plan.py` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNLIMITED = 2**60  # version 1 writes "no limit" as a number just below 2**63
+
+
+def physical_cores() -> int:
+    """Count the physical cores that this process may run on, at least 1. Touches /sys."""
+    if sys.platform == "darwin":
+        return _darwin_cores()
+    allowed = sorted(os.sched_getaffinity(0))
+    cores = set()
+    for cpu in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(path.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    count = len(cores)
+    quota = _cpu_quota()
+    return max(1, min(count, quota) if quota else count)
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes that this process could still take without pushing anything out to swap.
+
+    The machine's available memory, or what a control group (version 1 or 2) leaves below its limit if that is
+    less; file cache in the group counts as reclaimable.
+    """
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    group = _cgroup_memory_left()
+    return available if group is None else max(0, min(available, group))
+
+
+def memory_limit_bytes() -> int | None:
+    """Return the limit of the innermost limiting control group; None where there is none."""
+    limits = [limit for limit, _ in _cgroup_memory()]
+    return min(limits, default=None)
+
+
+def _darwin_cores() -> int:
+    import subprocess
+
+    try:  # performance cores: the efficiency cores would hold every loop's end back
+        found = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True, check=True
+        )
+        return max(1, int(found.stdout))
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return max(1, os.cpu_count() or 1)
+
+
+def _cpu_quota() -> int | None:
+    for folder in _cgroup_folders("cpu"):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+            if quota not in ("max", "-1"):
+                return max(1, -(-int(quota) // int(period)))
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """List this process's control-group folders for a controller, innermost first, up to the root."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = _CGROUP if (_CGROUP / "cgroup.controllers").exists() else _CGROUP / "unified"
+        elif controller in controllers.split(","):
+            root = next((p for p in (_CGROUP / controllers, _CGROUP / controller) if p.exists()), _CGROUP)
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while True:
+            if folder.exists():
+                folders.append(folder)
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+    return folders
+
+
+def _cgroup_memory() -> list[tuple[int, int]]:
+    """List (limit, bytes in use that cannot be reclaimed) of each limiting group."""
+    found = []
+    for folder in _cgroup_folders("memory"):
+        v2 = (folder / "memory.max").exists()
+        try:
+            text = (folder / ("memory.max" if v2 else "memory.limit_in_bytes")).read_text().strip()
+            if text == "max" or int(text) >= _UNLIMITED:
+                continue
+            used = int((folder / ("memory.current" if v2 else "memory.usage_in_bytes")).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            keys = ("active_file", "inactive_file") if v2 else ("total_active_file", "total_inactive_file")
+            cache = sum(int(stat.get(key, 0)) for key in keys)
+            found.append((int(text), max(0, used - cache)))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _cgroup_memory_left() -> int | None:
+    return min((limit - used for limit, used in _cgroup_memory()), default=None)

@@ -1,0 +1,96 @@
+"""Turns mapped shards into experts that are all resident: the pool of a machine where everything fits.
+
+Files are used in place, with no load time. It offers the engine what `slots.Slots` offers. Faulting experts in a page
+at a time is many times slower than reading them, so until the files have been made present once, in the background,
+the experts that a token wants are touched by reader threads first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile import _core
+from spile.experts import ExpertTable
+from spile.slots import Batch
+
+_NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
+
+
+class MappedExperts:
+    """Every expert in place in mapped shards: the pool of a machine where all fits.
+
+    Until the whole file has been made present once, the experts that a token wants are touched by reader threads
+    before the computation would fault them in one page after the other.
+    """
+
+    def __init__(self, table: ExpertTable, shard_addresses: Sequence[int], touch: Touch | None) -> None:
+        num_keys = table.num_layers * table.num_experts
+        self._num_experts = table.num_experts
+        self._addresses = np.zeros((num_keys, 3), np.uint64)
+        self._touch = touch
+        self.hits = self.misses = self.evictions = 0
+        self.num_resident = 0
+        self._part_nbytes = [0, 0, 0]
+        for layer in range(table.num_layers):
+            if not table.is_moe(layer):
+                continue
+            self.num_resident += table.num_experts
+            first = table.extents(layer, 0)
+            self._part_nbytes = [extent.nbytes for extent in first]
+            for part, extent in enumerate(first):
+                base = shard_addresses[extent.shard] + extent.offset
+                rows = slice(layer * table.num_experts, (layer + 1) * table.num_experts)
+                self._addresses[rows, part] = base + np.arange(table.num_experts, dtype=np.uint64) * extent.nbytes
+
+    def fetch(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
+        """Yield all of `ids` at once."""
+        self.hits += len(ids)
+        addresses = self._addresses[layer * self._num_experts + ids.astype(np.int64)]
+        if self._touch is not None and not self._touch.is_complete():
+            self._touch.touch(addresses, self._part_nbytes)
+        yield ids, addresses
+
+    def lend(self, nbytes: int) -> None:
+        """Do nothing: mapped pages are the system's to take back."""
+
+
+class Touch:
+    """Makes mapped pages present, in the background as a whole and at once where somebody waits."""
+
+    _PIECE_NBYTES = 4 << 20
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Start making (address, nbytes) ranges present."""
+        self._front, self._back = _core.Reader(8), _core.Reader(2)
+        pieces = [
+            (_NO_FILE, 0, min(self._PIECE_NBYTES, nbytes - start), 0, address + start)
+            for address, nbytes in ranges
+            for start in range(0, nbytes, self._PIECE_NBYTES)
+        ]
+        self._ticket = self._back.submit(np.array(pieces, np.uint64).reshape(-1, 5))
+        self._complete = False
+        self.stall_seconds = 0.0
+
+    def is_complete(self) -> bool:
+        if not self._complete:
+            self._complete = self._back.is_done(self._ticket)
+        return self._complete
+
+    def touch(self, addresses: NDArray[np.uint64], part_nbytes: list[int]) -> None:
+        """Make the experts at `addresses` [n, 3] present. Blocks."""
+        requests = np.empty((addresses.size, 5), np.uint64)
+        requests[:, 0], requests[:, 1], requests[:, 3] = _NO_FILE, 0, 0
+        requests[:, 2] = np.tile(np.array(part_nbytes, np.uint64), len(addresses))
+        requests[:, 4] = addresses.reshape(-1)
+        started = time.perf_counter()
+        self._front.wait(self._front.submit(requests))
+        self.stall_seconds += time.perf_counter() - started
+
+    def close(self) -> None:
+        self._back.cancel()
+        self._front.drain()
+        self._back.drain()

@@ -1,0 +1,377 @@
+"""Turns a model's name into an object that answers: `spile.load(...)`.
+
+It ties the parts together and does none of their work. What it decides is order. The prompt is encoded before
+the engine is opened, so that under a budget the tokenizer and the pool of experts are never in memory
+together; later prompts borrow the pool's memory for as long as they are being encoded.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile.errors import OptionError, SpileError, TextError, UnsupportedModelError
+from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate
+from spile.options import sampling_of
+from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
+from spile.sizes import format_size, parse_size
+from spile.template import Message, check_messages, render
+from spile.tokenizer import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from spile.architectures.maple import MapleModel
+    from spile.engines import EngineOptions
+    from spile.engines.base import Counters, Engine
+
+Prompt = str | Sequence[Message] | Sequence[int]  # text, messages, or token ids
+OnNote = Callable[[str], None]
+
+_LARGEST_CONVERTED_NBYTES = 64_000_000  # a bf16 source this small, once packed, is converted on the fly
+_PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary rows 0.13
+
+
+class Model:
+    """A model that is ready to answer. Made by `spile.load`; a context manager; for one thread at a time.
+
+    The engine is opened with the first use that needs it, and stays until `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        open_engine: Callable[[], Engine],
+        config: Mapping[str, Any],
+        sidecar: Sidecar,
+        tokenizer: Tokenizer | None,
+        context: int,
+        vocab_size: int,
+        folder: Path | None = None,
+        on_note: OnNote | None = None,
+        resources: ExitStack | None = None,
+    ) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._open_engine = open_engine
+        self._engine: Engine | None = None
+        self._config = config
+        self._sidecar = sidecar
+        self._context = context
+        self._on_note = on_note or _warn
+        self._resources = resources or ExitStack()
+        self._closed = False
+        self.sampling, notes = sampling_of(sidecar.generation_config)
+        for note in (*sidecar.notes, *notes):
+            self._on_note(note)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a prompt and its answer can have together."""
+        return self._context if self._engine is None else self._engine.context
+
+    @property
+    def summary(self) -> str | None:
+        """The plan in one line; None before the engine is opened."""
+        return None if self._engine is None else self._engine.summary()
+
+    def open(self) -> None:
+        """Open the engine now, if it is not open yet.
+
+        Raises: BudgetError when the budget cannot be kept, ModelError and ReadError for files that fail.
+        """
+        self._opened()
+
+    def counters(self) -> Counters | None:
+        """What was read and found since the engine was opened; None before."""
+        return None if self._engine is None else self._engine.counters()
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return float32 logits [T, V] after each of T token ids. Needs no tokenizer.
+
+        Raises: OptionError for ids that are none of the model's, ContextError for more than the context
+        holds.
+        """
+        token_ids = self._checked_ids(token_ids)
+        check_prompt(len(token_ids), self.context)
+        engine = self._opened()
+        check_prompt(len(token_ids), engine.context)
+        state = engine.new_state()
+        try:
+            return engine.logits(state, token_ids)
+        finally:
+            state.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        on_prefill: OnPrefill | None = None,
+        **sampling: Any,
+    ) -> Completion:
+        """Answer a prompt. Arguments and errors as in `stream`."""
+        texts: list[str] = []
+        token_ids: list[int] = []
+        for chunk in self.stream(prompt, raw=raw, system=system, on_prefill=on_prefill, **sampling):
+            texts.append(chunk.text)
+            if chunk.token_id is not None:
+                token_ids.append(chunk.token_id)
+        assert chunk.finish_reason is not None, "a stream ends with its reason"
+        assert chunk.stats is not None, "and with its statistics"
+        return Completion("".join(texts), tuple(token_ids), chunk.finish_reason, chunk.stats)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        on_prefill: OnPrefill | None = None,
+        **sampling: Any,
+    ) -> Iterator[Chunk]:
+        """Answer a prompt chunk by chunk.
+
+        A text is the user's message, or with `raw` the very text to go on from; a list of messages
+        (`{"role": ..., "content": ...}`) goes through the chat template; a list of ids is taken as it is.
+        `sampling` are the fields of `Sampling`; what is not given is the model's default. The prompt is
+        encoded and checked, and the engine opened, before this returns; the rest happens as chunks are asked
+        for.
+
+        Raises:
+            OptionError: a parameter out of range, or an empty prompt.
+            ContextError: a prompt longer than the context.
+            TextError: no tokenizer or no template where one is needed, or either is damaged or refuses.
+            BudgetError, ModelError, ReadError: the engine cannot be opened, or a read fails.
+        """
+        requested = time.perf_counter()
+        options = self.sampling.changed(sampling)
+        token_ids = self.encode(prompt, raw=raw, system=system)
+        check_prompt(len(token_ids), self.context)
+        tokenizer = self.tokenizer
+        num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
+        if tokenizer is not None:
+            if not tokenizer.is_learned:  # a prompt of ids, before any text
+                self._make_room(tokenizer)
+            num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
+        engine = self._opened()
+        check_prompt(len(token_ids), engine.context)
+        return generate(
+            engine,
+            token_ids,
+            sampling=options,
+            num_entries=num_entries,
+            eos_ids=eos_ids,
+            decoder=decoder,
+            on_prefill=on_prefill,
+            requested=requested,
+        )
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """Turn a prompt into token ids, as `stream` does."""
+        self._check_open()
+        if prompt is None or isinstance(prompt, (bytes, Mapping)):
+            raise OptionError(f"prompt is a {type(prompt).__name__}: it must be text, messages or token ids")
+        if not isinstance(prompt, str) and all(isinstance(item, (int, np.integer)) for item in prompt):
+            if system is not None:
+                raise OptionError(
+                    "system is for text and messages: a prompt of token ids already says everything"
+                )
+            return self._checked_ids(prompt)  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise TextError(
+                f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
+                "Put the model's tokenizer.json beside its weights.",
+            )
+        text = self._text_of(prompt, raw, system)  # type: ignore[arg-type]
+        self._make_room(self.tokenizer)
+        token_ids = self.tokenizer.encode(text)
+        highest = max(token_ids, default=0)
+        if highest >= self.vocab_size:
+            raise TextError(
+                f"the tokenizer gave token {highest:,} and the model has {self.vocab_size:,} tokens: "
+                f"the two do not belong together"
+            )
+        return token_ids
+
+    def close(self) -> None:
+        """Close the engine, files and temporary folders. May be called twice."""
+        self._closed = True
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                engine.close()
+            if self.tokenizer is not None:
+                self.tokenizer.close()
+        finally:
+            self._resources.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _text_of(self, prompt: str | Sequence[Message], raw: bool, system: str | None) -> str:
+        template = self._sidecar.chat_template
+        if raw:
+            if not isinstance(prompt, str):
+                raise OptionError("raw needs a text: a list of messages needs the chat template")
+            if system is not None:
+                raise OptionError("system needs the chat template, which raw leaves out: give one of the two")
+            return prompt
+        if template is None:
+            if not isinstance(prompt, str) or system is not None:
+                what = "a system message" if isinstance(prompt, str) else "a list of messages"
+                raise TextError(f"this model has no chat template, and {what} needs one", "Give a raw text.")
+            self._on_note("this model has no chat template: the prompt is taken as raw text")
+            return prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        check_messages(messages)
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {name: text for name in names if (text := self._sidecar.special_token(name)) is not None}
+        return render(template, messages, special_tokens=found)
+
+    def _make_room(self, tokenizer: Tokenizer) -> None:
+        """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""
+        if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
+            self._engine.lend(tokenizer.load_nbytes)
+
+    def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
+        checked = [int(token_id) for token_id in token_ids]
+        for token_id in checked:
+            if not 0 <= token_id < self.vocab_size:
+                last = self.vocab_size - 1
+                raise OptionError(f"token id {token_id} is none of the model's: they go from 0 to {last:,}")
+        return checked
+
+    def _configured_eos_ids(self) -> frozenset[int]:
+        return eos_ids_of(self._config) | eos_ids_of(self._sidecar.generation_config)
+
+    def _opened(self) -> Engine:
+        self._check_open()
+        if self._engine is None:
+            self._engine = self._open_engine()
+        return self._engine
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SpileError("this model was closed")
+
+
+def load(
+    source: str | Path | None = None,
+    *,
+    memory: int | str | None = None,
+    threads: int | None = None,
+    io: str = "auto",
+    kv_bits: int = 16,
+    context: int | None = None,
+    prefill_chunk: int | None = None,
+    activation_bytes: int = 2,
+    offline: bool = False,
+    on_note: OnNote | None = None,
+) -> Model:
+    """Open a model: a folder, a hub id (downloaded once), or None for the demo model that comes with spile.
+
+    `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
+    what the machine has. `threads` None means the physical cores. `io` is auto, buffered or direct; `kv_bits`
+    16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. Headers and configs are read and
+    checked now; weights with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
+
+    Raises:
+        ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
+        OptionError: a parameter out of range.
+        TextError: a damaged tokenizer_config.json or template.
+    """
+    from spile.architectures import open_model
+    from spile.architectures.maple import Form
+    from spile.checkpoint import open_checkpoint
+    from spile.hub import resolve
+
+    budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+    options = _engine_options(
+        memory_bytes=budget_bytes,
+        threads=threads,
+        io=io,
+        kv_bits=kv_bits,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        activation_bytes=activation_bytes,
+    )
+    tell = on_note or _warn
+    with ExitStack() as cleanup:
+        folder = resolve(source, offline=offline)
+        checkpoint = open_checkpoint(folder)
+        maple = open_model(checkpoint)
+        for note in checkpoint.notes:
+            tell(note)
+        if maple.form is Form.BF16:
+            maple = _convert(maple, cleanup, tell)
+        tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
+        sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
+        tokenizer_nbytes = 0 if tokenizer is None or tokenizer.keep else tokenizer.load_nbytes
+        return Model(
+            open_engine=lambda: _open_engine(maple, options, tokenizer_nbytes),
+            config=checkpoint.config,
+            sidecar=sidecar,
+            tokenizer=tokenizer,
+            context=context or maple.config.max_position_embeddings,
+            vocab_size=maple.config.vocab_size,
+            folder=folder,
+            on_note=tell,
+            resources=cleanup.pop_all(),
+        )
+
+
+def _engine_options(**values: Any) -> EngineOptions:
+    from spile.engines import EngineOptions
+
+    return EngineOptions(**values)
+
+
+def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer_nbytes: int) -> Engine:
+    from spile.engines import open_engine
+
+    engine: Engine = open_engine(maple, options, tokenizer_nbytes=tokenizer_nbytes)
+    return engine
+
+
+def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
+    """Convert a small bf16 source into a temporary folder, which goes when `cleanup` closes; refuse a large
+    one.
+    """
+    from spile.architectures import open_model
+    from spile.checkpoint import open_checkpoint
+    from spile.convert import convert_folder
+
+    folder = maple.checkpoint.folder
+    packed_nbytes = int(_PACKED_PART * sum(tensor.nbytes for tensor in maple.checkpoint.tensors.values()))
+    if packed_nbytes >= _LARGEST_CONVERTED_NBYTES:
+        raise UnsupportedModelError(
+            f"{folder} holds the bf16 weights of training, and spile runs them packed to 2 bits",
+            f"Convert them once: spile convert {folder} NEW_FOLDER",
+        )
+    size = format_size(packed_nbytes)
+    tell(f"{folder} holds bf16 weights: they are packed to 2 bits in a temporary folder ({size})")
+    temporary = cleanup.enter_context(TemporaryDirectory(prefix="spile-"))
+    packed = Path(temporary) / "model"
+    convert_folder(folder, packed)
+    return open_model(open_checkpoint(packed))
+
+
+def _warn(note: str) -> None:
+    warnings.warn(note, stacklevel=3)

@@ -1,0 +1,98 @@
+"""Turns the small files beside the weights (tokenizer_config.json, generation_config.json,
+chat_template.jinja) into one checked value.
+
+It does not know the weights, nor what a token is. Nothing in these files is ever executed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spile.errors import TextError
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a model folder says about text, as it was written. Absent files are empty mappings and None."""
+
+    tokenizer_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    chat_template: str | None
+    notes: tuple[str, ...]
+
+    def special_token(self, name: str) -> str | None:
+        """Return the text of a token that tokenizer_config.json names, such as 'eos_token'."""
+        value = self.tokenizer_config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        return value if isinstance(value, str) and value else None
+
+
+def read_sidecar(folder: Path) -> Sidecar:
+    """Read a model folder's small text files; a file that is not there is no error.
+
+    Raises: TextError for a file that is there and cannot be read as what it should be.
+    """
+    tokenizer_config = _read_object(folder / "tokenizer_config.json")
+    notes = []
+    if "auto_map" in tokenizer_config:
+        notes.append("tokenizer_config.json names Python code (auto_map): it is ignored, never executed")
+    template = _read_text(folder / "chat_template.jinja")
+    if template is None:
+        template = _template_of(tokenizer_config.get("chat_template"), folder / "tokenizer_config.json")
+    return Sidecar(tokenizer_config, _read_object(folder / "generation_config.json"), template, tuple(notes))
+
+
+def eos_ids_of(config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the end tokens that a config's `eos_token_id` names: a number, a list of them, or nothing."""
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+
+
+def _template_of(value: Any, path: Path) -> str | None:
+    """Return the template from a string or from a list of named ones: 'default', or the only one."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {
+            str(entry["name"]): str(entry["template"])
+            for entry in value
+            if isinstance(entry, Mapping)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
+        }
+        if "default" in named:
+            return named["default"]
+        if len(named) == 1:
+            return next(iter(named.values()))
+        raise TextError(f"{path} lists {len(named)} chat templates and none is named 'default'")
+    raise TextError(f"chat_template in {path} is neither text nor a list of named templates")
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path} is not UTF-8 text (byte {error.start:,})", hint="Download the file again."
+        ) from error
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{path} is not valid JSON: {error}", hint="Download the file again.") from error
+    if not isinstance(value, dict):
+        raise TextError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value

@@ -1,0 +1,375 @@
+"""Turns text into token ids and token ids back into text, one whole character at a time.
+
+It does not know the model, nor how ids are chosen. The work is done by `tokenizers`, which is large in memory
+(106 MB for a vocabulary of 151,643 entries, 129 MB while it loads), so it is loaded for the first text that
+is encoded and, unless it is to be kept, dropped after each. Decoding does not need it: while it is loaded,
+the bytes of all entries are put into one table (1.6 MB). Vocabularies that are not of bytes have no such
+table, and keep `tokenizers` in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile import memory
+from spile.errors import TextError, quote
+from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
+
+# What loading takes at most: 106 MB of objects and twice the file were measured for 151,643 entries; a fifth
+# more for others.
+_ENTRY_NBYTES = 800
+_FILE_FACTOR = 3
+_CHATML_END = ("<|im_end|>", "<|endoftext|>")
+
+
+class Decoder(Protocol):
+    """Turns ids into text as they come; what it has given out is never taken back."""
+
+    def push(self, token_id: int) -> str:
+        """Return the characters that this id completes, often none."""
+        ...
+
+    def flush(self) -> str:
+        """Return what can still be said at the end. Half a character is dropped."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """All that must outlive the `tokenizers` object. `offsets` is None where decoding needs that object."""
+
+    num_entries: int
+    eos_ids: frozenset[int]
+    special_ids: frozenset[int]
+    bos_ids: tuple[int, ...]  # what a text has to begin with; empty for most
+    blob: bytes = b""
+    offsets: NDArray[np.uint32] | None = field(default=None)  # [num_entries + 1]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        assert self.offsets is not None, "asked for bytes without a table"
+        if token_id in self.special_ids or not 0 <= token_id < self.num_entries:
+            return b""
+        return self.blob[self.offsets[token_id] : self.offsets[token_id + 1]]
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Opened by `open_tokenizer`; not for several threads at once.
+
+    `keep` says whether `tokenizers` stays in memory between texts.
+    """
+
+    def __init__(self, path: Path, sidecar: Sidecar, config: Mapping[str, Any], *, keep: bool) -> None:
+        self.path = path
+        self.sidecar = sidecar
+        self.keep = keep
+        self._config = config
+        self._loaded: Any = None  # tokenizers.Tokenizer
+        self._vocabulary: _Vocabulary | None = None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that the folder brings, if any."""
+        return self.sidecar.chat_template
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the `tokenizers` object is in memory now."""
+        return self._loaded is not None
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the entries were read: what is asked of them from now on loads nothing."""
+        return self._vocabulary is not None
+
+    @property
+    def load_nbytes(self) -> int:
+        """Bytes that loading takes at most, above what the process holds without it: an estimate from the
+        sizes.
+        """
+        if self._vocabulary is not None:
+            num_entries = self._vocabulary.num_entries
+        else:
+            vocab_size = self._config.get("vocab_size")
+            num_entries = vocab_size if isinstance(vocab_size, int) else 0
+        try:
+            file_nbytes = self.path.stat().st_size
+        except OSError:
+            file_nbytes = 0
+        return num_entries * _ENTRY_NBYTES + file_nbytes * _FILE_FACTOR
+
+    @property
+    def num_entries(self) -> int:
+        """The last entry's id plus one; ids from here on mean nothing. Loads on the first use."""
+        return self._known().num_entries
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, by any of the folder's files. Loads on the first use."""
+        return self._known().eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that every text begins with, if there is one. Loads on the first use."""
+        bos_ids = self._known().bos_ids
+        return bos_ids[0] if bos_ids else None
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Turn text into ids. With `add_bos` a model that wants a first token gets it exactly once.
+
+        Loads `tokenizers` if it is not in memory, and drops it again unless `keep`.
+
+        Raises: TextError for a damaged tokenizer, or text that has no UTF-8 form.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"the text cannot be encoded: character {error.start:,} is half of a surrogate pair"
+            ) from error
+        loaded = self._load()
+        bos_ids = self._learn(loaded).bos_ids
+        token_ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
+        del loaded
+        if not self.keep:
+            self.release()
+        if add_bos and bos_ids and tuple(token_ids[: len(bos_ids)]) != bos_ids:
+            token_ids = [*bos_ids, *token_ids]
+        return token_ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Turn ids into text, as a decoder gives it piece by piece. Special tokens have no text."""
+        decoder = self.decoder()
+        pieces = [decoder.push(token_id) for token_id in token_ids]
+        return "".join(pieces) + decoder.flush()
+
+    def decoder(self) -> Decoder:
+        """Make a decoder for one answer."""
+        vocabulary = self._known()
+        if vocabulary.offsets is not None:
+            return _ByteDecoder(vocabulary)
+        return _PrefixDecoder(self._load())
+
+    def release(self) -> None:
+        """Drop the `tokenizers` object and give its memory back to the system, where decoding does not need
+        it.
+        """
+        if self._loaded is None or (self._vocabulary is not None and self._vocabulary.offsets is None):
+            return
+        self._loaded = None
+        memory.trim()
+
+    def close(self) -> None:
+        """Drop everything. May be called twice."""
+        self._loaded = None
+
+    def _known(self) -> _Vocabulary:
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            vocabulary = self._learn(self._load())
+            if not self.keep:
+                self.release()
+        return vocabulary
+
+    def _learn(self, loaded: Any) -> _Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = _read_vocabulary(loaded, self.sidecar, self._config)
+        return self._vocabulary
+
+    def _load(self) -> Any:
+        if self._loaded is None:
+            import tokenizers
+
+            try:
+                loaded = tokenizers.Tokenizer.from_file(str(self.path))
+            except Exception as error:  # the library raises nothing narrower
+                raise TextError(
+                    f"{self.path} cannot be used as a tokenizer: {quote(str(error))[1:-1]}",
+                    "Download the file again.",
+                ) from error
+            loaded.no_truncation()  # a limit in the file would silently cut prompts
+            loaded.no_padding()
+            self._loaded = loaded
+        return self._loaded
+
+
+def open_tokenizer(folder: Path, *, config: Mapping[str, Any], keep: bool = True) -> Tokenizer | None:
+    """Open a folder's tokenizer; None when it has none. `config` is the folder's config.json.
+
+    Reads the small files now; tokenizer.json is read with the first text.
+
+    Raises: TextError for small files that are damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    return Tokenizer(path, read_sidecar(folder), config, keep=keep)
+
+
+class _ByteDecoder:
+    """Joins the bytes of entries; Python's incremental decoder holds back what is not a whole character yet."""
+
+    def __init__(self, vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._vocabulary.bytes_of(token_id))
+
+    def flush(self) -> str:
+        self._utf8.reset()  # at most three bytes of a character that never came
+        return ""
+
+
+class _PrefixDecoder:
+    """Decodes a growing window with `tokenizers` and gives out what each id adds to it.
+
+    For decoders in which an entry's text depends on its neighbours. The window begins with the ids that made
+    the last text, so that a leading space is not lost, and moves on whenever text was given out.
+    """
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+        self._window: list[int] = []
+        self._num_told = 0  # leading ids of the window whose text was given out
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        before = self._text(self._window[: self._num_told])
+        text = self._text(self._window)
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._window = self._window[self._num_told :]
+        self._num_told = len(self._window)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        before = self._text(self._window[: self._num_told])
+        text = self._text(self._window)[len(before) :].rstrip("\ufffd")
+        self._num_told = len(self._window)
+        return text
+
+    def _text(self, token_ids: list[int]) -> str:
+        text: str = self._loaded.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def _read_vocabulary(loaded: Any, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
+    """Read what is needed once `tokenizers` is gone: one walk over all entries, no dictionary of them."""
+    added = loaded.get_added_tokens_decoder()  # {id: AddedToken}
+    special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    texts = _entry_texts(loaded, config, max(added, default=-1))
+    num_entries = len(texts)
+    blob, offsets = b"", None
+    if _is_byte_level(loaded.decoder):
+        byte_of = _byte_alphabet()
+        pieces = [
+            added[token_id].content.encode() if token_id in added else _entry_bytes(text, byte_of)
+            for token_id, text in enumerate(texts)
+        ]
+        blob = b"".join(pieces)
+        offsets = np.zeros(num_entries + 1, np.uint32)
+        np.cumsum(np.fromiter(map(len, pieces), np.uint32, num_entries), out=offsets[1:])
+    return _Vocabulary(
+        num_entries=num_entries,
+        eos_ids=_find_eos_ids(loaded, sidecar, config, special_ids),
+        special_ids=special_ids,
+        bos_ids=_find_bos_ids(loaded, sidecar),
+        blob=blob,
+        offsets=offsets,
+    )
+
+
+def _entry_texts(loaded: Any, config: Mapping[str, Any], last_added: int) -> list[str]:
+    """Return every entry as the vocabulary writes it, '' where an id has none.
+
+    Ids may have gaps, so the walk ends when as many entries were seen as there are, or past the model's last
+    row.
+    """
+    vocab_size = config.get("vocab_size")
+    num_wanted = loaded.get_vocab_size(with_added_tokens=True)
+    end = max(last_added + 1, num_wanted, vocab_size if isinstance(vocab_size, int) else 0)
+    texts: list[str] = []
+    last = -1
+    for token_id in range(end):
+        text = loaded.id_to_token(token_id)
+        texts.append(text or "")
+        if text is not None:
+            last = token_id
+            num_wanted -= 1
+            if num_wanted == 0 and token_id >= last_added:
+                break
+    del texts[last + 1 :]
+    return texts
+
+
+def _find_eos_ids(
+    loaded: Any, sidecar: Sidecar, config: Mapping[str, Any], special_ids: frozenset[int]
+) -> frozenset[int]:
+    """Merge the end tokens of all files. A ChatML model ends at both of its markers, whatever the files say."""
+    eos_ids = set(eos_ids_of(config) | eos_ids_of(sidecar.generation_config))
+    named = sidecar.special_token("eos_token")
+    if named is not None and (token_id := loaded.token_to_id(named)) is not None:
+        eos_ids.add(token_id)
+    if loaded.token_to_id(_CHATML_END[0]) in special_ids:
+        eos_ids.update(
+            token_id for text in _CHATML_END if (token_id := loaded.token_to_id(text)) in special_ids
+        )
+    return frozenset(eos_ids)
+
+
+def _find_bos_ids(loaded: Any, sidecar: Sidecar) -> tuple[int, ...]:
+    """Find what every text has to begin with: tokenizer_config.json says so, or the tokenizer's
+    post-processor does it.
+    """
+    wanted = sidecar.tokenizer_config.get("add_bos_token")
+    if wanted is False:
+        return ()
+    named = sidecar.special_token("bos_token")
+    if wanted is True and named is not None and (token_id := loaded.token_to_id(named)) is not None:
+        return (token_id,)
+    plain = loaded.encode("a", add_special_tokens=False).ids
+    processed = loaded.encode("a", add_special_tokens=True).ids
+    for start in range(len(processed) - len(plain) + 1):
+        if processed[start : start + len(plain)] == plain:
+            return tuple(processed[:start])
+    return ()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    """Whether a tokenizer's decoder joins bytes that are written as characters (GPT-2's alphabet) and does
+    nothing else.
+    """
+    if decoder is None:
+        return False
+    described = json.loads(decoder.__getstate__())
+    parts = described.get("decoders", [described])
+    return [part.get("type") for part in parts] == ["ByteLevel"]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py: printable
+    Latin-1 characters stand for themselves, the 68 other bytes for the characters from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _entry_bytes(text: str, byte_of: Mapping[str, int]) -> bytes:
+    """Return an entry's bytes; an entry with a character outside of the alphabet stands for itself, as in
+    `tokenizers`.
+    """
+    try:
+        return bytes([byte_of[char] for char in text])
+    except KeyError:
+        return text.encode()

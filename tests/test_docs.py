@@ -1,0 +1,78 @@
+"""The README, the public names and the command line say the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import spile
+from spile import errors
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    """Return every `spile ...` line of the README's code blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("spile ")]
+
+
+def test_file_list_is_the_folder() -> None:
+    table = README.split("Files, in the order of the data")[1].split("##")[0]
+    first_cells = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|"))
+    listed = sorted(re.findall(r"`([^`]+)`", first_cells))
+    source = ROOT / "src" / "spile"
+    present = [path.name for path in source.glob("*.py") if not path.name.startswith("__")]
+    present += [f"{path.parent.name}/" for path in source.glob("*/__init__.py")]
+    assert listed == sorted(present)
+
+
+def test_all_is_the_public_names() -> None:
+    """`__all__`, what is there at run time, and what type checkers are told."""
+    assert spile.__all__ == sorted(set(spile.__all__))
+    for name in spile.__all__:
+        assert getattr(spile, name) is not None
+    tree = ast.parse((ROOT / "src" / "spile" / "__init__.py").read_text())
+    told = {
+        alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert {*told, "__version__"} - {None} == set(spile.__all__)
+    assert all(
+        issubclass(kind, spile.SpileError) for name, kind in vars(errors).items() if name.endswith("Error")
+    )
+    assert {name for name in vars(errors) if name.endswith("Error")} <= set(spile.__all__)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_command_parses(command: str) -> None:
+    from typer.main import get_command
+
+    from spile.cli import app
+
+    group = get_command(app)
+    name, *arguments = shlex.split(command)[1:]
+    subcommand = group.commands[name]  # type: ignore[attr-defined]
+    subcommand.make_context(name, arguments)  # parses, and runs nothing
+
+
+def test_readme_has_commands() -> None:
+    assert len(commands()) >= 5
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    block = README.split("## Tests")[1].split("```")[1].strip().splitlines()
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    install, run = block
+    assert any(
+        line.startswith("pip install") and install.removeprefix("pip install ") in line for line in script
+    )
+    assert script[-1] == run
+
+
+def test_readme_holds_no_placeholders() -> None:
+    assert "PLACEHOLDER" not in README

@@ -1,0 +1,220 @@
+"""The promise: the same tokens give the same bits, wherever the weights lie and however the work is cut.
+
+One number stands for a run: the SHA-256 of the logits [T, V] of a prompt of five windows and of some decoded
+tokens. Run as a script, with folders as arguments, this file prints the hashes that its own SPILE_ISA gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from reference import Reference
+from spile import _core
+from spile.architectures.maple import open_maple
+from spile.checkpoint import open_checkpoint
+from spile.engines import EngineOptions, open_engine
+from spile.synth import SynthShape, write_checkpoint
+
+WINDOW = 16
+NUM_TOKENS = 5 * WINDOW
+NUM_DECODED = 6
+
+SHAPES = {
+    # A window of 16 on two of three layers.
+    "window": SynthShape(num_hidden_layers=3, full_attention_interval=3, sliding_window=WINDOW),
+    # No width is a multiple of what one instruction takes; the first layer is dense.
+    "tails": SynthShape(
+        hidden_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=48,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=80,
+        intermediate_size=112,
+        first_k_dense_replace=1,
+        vocab_size=323,
+        sliding_window=WINDOW,
+        full_attention_interval=2,
+    ),
+    # More experts than a chunk can want, fewer chosen than slots in the smallest pool of a wide layer.
+    "many": SynthShape(num_hidden_layers=2, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=64),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("exactness")
+    for name, shape in SHAPES.items():
+        write_checkpoint(root / name, shape, seed=7)
+    write_checkpoint(root / "groups", SHAPES["window"], seed=7, group_scales=True, shards=3)
+    return {path.name: path for path in root.iterdir()}
+
+
+def prompt(vocab_size: int, num_tokens: int = NUM_TOKENS, seed: int = 3) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(0, vocab_size, num_tokens).tolist()
+    return ids
+
+
+def run(folder: Path, **options: Any) -> str:
+    """Return the hash of a prompt's logits and of those of some tokens decoded after it."""
+    engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+    state = engine.new_state()
+    logits = engine.logits(state, prompt(engine.vocab_size))
+    assert np.isfinite(logits).all()
+    sha = hashlib.sha256(logits.tobytes())
+    token = int(logits[-1].argmax())
+    for _ in range(NUM_DECODED):
+        row = engine.decode(state, token)
+        sha.update(row.tobytes())
+        token = int(row.argmax())
+    state.close()
+    engine.close()
+    return sha.hexdigest()
+
+
+def pool_sizes(folder: Path) -> list[int]:
+    """Return numbers of slots from the smallest pool to one that holds everything."""
+    config = open_maple(open_checkpoint(folder)).config
+    everything = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
+    smallest = config.num_experts_per_tok
+    return sorted({smallest, smallest + 1, everything // 2, everything - 1, everything})
+
+
+def matrix(folder: Path, *, full: bool) -> Iterator[dict[str, Any]]:
+    """Yield options: all ways of holding the experts x numbers of threads x prefill chunks."""
+    sizes = pool_sizes(folder)
+    ways: list[dict[str, Any]] = [{}]  # mapped
+    ways += [
+        {"slots": slots, "io": io}
+        for slots in (sizes if full else sizes[:1])
+        for io in ("buffered", "direct")
+    ]
+    threads = (1, 2, 4) if full else (1, 2)
+    for way, count, chunk in itertools.product(ways, threads, (1, 7, 64, None)):
+        yield {**way, "threads": count, "prefill_chunk": chunk}
+
+
+@pytest.mark.parametrize("name", ["window", "tails", "many", "groups"])
+def test_pool_threads_chunk_and_reading_change_no_bit(name: str, folders: dict[str, Path]) -> None:
+    wanted = run(folders[name])
+    runs = 0
+    for options in matrix(folders[name], full=True):
+        assert run(folders[name], **options) == wanted, options
+        runs += 1
+    print(f"{name}: {runs + 1} runs gave {wanted[:16]}")
+
+
+@pytest.mark.parametrize("isa", list(_core.isas()))
+def test_instruction_set_changes_no_bit(isa: str, folders: dict[str, Path]) -> None:
+    source = str(Path(sys.modules["spile"].__file__ or "").parent.parent)
+    path = os.pathsep.join([source, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.run(
+        [sys.executable, __file__, *map(str, folders.values())],
+        env={**os.environ, "SPILE_ISA": isa, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout)
+    assert found == {str(folder): [run(folder)] for folder in folders.values()}
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 17, 64, None])
+def test_prompt_of_five_windows_is_the_same_in_any_chunk(chunk: int | None, folders: dict[str, Path]) -> None:
+    assert run(folders["window"], prefill_chunk=chunk, slots=3) == run(folders["window"], prefill_chunk=1)
+
+
+def test_group_scales_give_the_bits_of_row_alphas(folders: dict[str, Path]) -> None:
+    for options in ({}, {"slots": 4, "prefill_chunk": 7}, {"slots": 24}):
+        assert run(folders["groups"], **options) == run(folders["window"])
+
+
+@pytest.mark.parametrize("kv_bits", [16, 32])
+@pytest.mark.parametrize("activation_bytes", [2, 3])
+def test_other_arithmetic_keeps_the_promise(
+    kv_bits: int, activation_bytes: int, folders: dict[str, Path]
+) -> None:
+    common: dict[str, Any] = {"kv_bits": kv_bits, "activation_bytes": activation_bytes}
+    wanted = run(folders["window"], **common)
+    for options in ({"slots": 2, "threads": 2, "prefill_chunk": 7}, {"slots": 12, "io": "direct"}):
+        assert run(folders["window"], **common, **options) == wanted
+    changed = (kv_bits, activation_bytes) != (16, 2)
+    assert (wanted != run(folders["window"])) == changed  # the hash does see a small change
+
+
+def test_200_greedy_tokens_of_5_prompts_are_the_same_in_every_pool(folders: dict[str, Path]) -> None:
+    """Regression of a slot overwritten while it was in use: wrong only under small pools, and late."""
+    folder = folders["window"]
+    everything = pool_sizes(folder)[-1]
+    results: list[list[tuple[list[int], str]]] = []
+    for slots in (None, pool_sizes(folder)[0], everything // 2, everything):
+        engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(slots=slots, threads=2))
+        results.append([])
+        for seed in range(5):
+            state = engine.new_state()
+            row = engine.prefill(state, prompt(engine.vocab_size, 30, seed))
+            ids, sha = [], hashlib.sha256()
+            for _ in range(200):
+                sha.update(row.tobytes())
+                ids.append(int(row.argmax()))
+                row = engine.decode(state, ids[-1])
+            state.close()
+            results[-1].append((ids, sha.hexdigest()))
+        if slots == pool_sizes(folder)[0]:
+            assert engine.counters().evictions > 1000  # the pool was too small, as intended
+        engine.close()
+    assert all(each == results[0] for each in results[1:])
+
+
+def test_states_do_not_disturb_each_other_and_prompts_may_come_in_pieces(folders: dict[str, Path]) -> None:
+    engine = open_engine(open_maple(open_checkpoint(folders["window"])), EngineOptions(slots=5))
+    ids = prompt(engine.vocab_size)
+    one, other = engine.new_state(), engine.new_state()
+    whole = engine.logits(one, ids).copy()
+    pieces = [engine.logits(other, ids[:1]).copy(), engine.logits(other, ids[1:40]).copy()]
+    engine.decode(one, 5)
+    pieces += [engine.decode(other, ids[40]).copy()[None], engine.logits(other, ids[41:]).copy()]
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    assert (one.position, other.position) == (NUM_TOKENS + 1, NUM_TOKENS)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["window", "tails", "many", "groups"])
+def test_logits_are_those_of_float64(name: str, folders: dict[str, Path]) -> None:
+    """Three bytes and 32-bit KV leave only float32 rounding; a near-tie of the router would be a jump."""
+    options = EngineOptions(kv_bits=32, activation_bytes=3, slots=pool_sizes(folders[name])[0])
+    engine = open_engine(open_maple(open_checkpoint(folders[name])), options)
+    ids = prompt(engine.vocab_size)
+    found = engine.logits(engine.new_state(), ids)
+    reference = Reference(folders[name])
+    wanted: NDArray[np.float64] = reference.logits(ids)
+    worst = float(np.abs(found - wanted).max())
+    print(f"{name}: largest difference {worst:.1e}, closest routing {reference.router_margin:.1e}")
+    assert worst < 5e-4
+    engine.close()
+
+
+def main() -> None:
+    hashes = {
+        name: sorted({run(Path(name), **options) for options in matrix(Path(name), full=False)})
+        for name in sys.argv[1:]
+    }
+    print(json.dumps(hashes))
+
+
+if __name__ == "__main__":
+    main()

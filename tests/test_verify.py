@@ -1,0 +1,167 @@
+"""The certificate holds for a sound model, and each thing that can be wrong makes it fail and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spile import verify as module
+from spile.checkpoint import open_checkpoint
+from spile.digests import record_files
+from spile.errors import ModelNotFoundError, OptionError
+from spile.verify import Row, heading, line, verify
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(golden: Path, tmp_path: Path) -> Path:
+    shutil.copytree(golden / "mlx-2bit", tmp_path / "model", copy_function=shutil.copyfile)
+    (tmp_path / "model").chmod(0o755)
+    return tmp_path / "model"
+
+
+def flip(folder: Path, name: str, *, offset: int = 0, keep_time: bool = False) -> None:
+    """Flip a bit in each of 64 bytes of a tensor."""
+    checkpoint = open_checkpoint(folder)
+    tensor = checkpoint.tensors[name]
+    path = checkpoint.shards[tensor.shard]
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(tensor.offset + offset)
+        data = file.read(64)
+        file.seek(tensor.offset + offset)
+        file.write(bytes(byte ^ 1 for byte in data))
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_sound_model_is_certified_in_every_default_row(folder: Path) -> None:
+    record_files(open_checkpoint(folder))
+    seen: list[Row] = []
+    report = verify(folder, on_row=seen.append)
+    print(heading(), *map(line, report.rows), report.verdict(), sep="\n")
+    assert report.ok
+    assert tuple(seen) == report.rows
+    assert len(report.rows) >= 8
+    assert {row.state for row in report.rows} == {"ok"}
+    assert len({row.sha256 for row in report.rows}) == 1
+    assert len({row.token_ids for row in report.rows}) == 1
+    assert min(row.resident_expert_bytes or 0 for row in report.rows) < (
+        report.rows[0].resident_expert_bytes or 0
+    )
+    assert any((row.bytes_read or 0) > 0 for row in report.rows)
+    assert report.files is not None
+    assert report.files.compared_with
+    assert "undamaged" in report.verdict()
+    answer = json.loads(json.dumps(report.as_dict()))
+    assert answer["ok"] is True
+    assert answer["rows"][0]["configuration"]["memory_bytes"] is None
+
+
+def test_one_flipped_bit_in_one_expert_fails(folder: Path) -> None:
+    record_files(open_checkpoint(folder))
+    checkpoint = open_checkpoint(folder)
+    tensor = checkpoint.tensors["model.layers.1.mlp.switch_mlp.down_proj.weight"]
+    with checkpoint.shards[tensor.shard].open("r+b") as file:
+        file.seek(tensor.offset + 3 * tensor.nbytes // 8)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    report = verify(folder, threads=[1], tokens=4, decoded=1)
+    assert not report.ok
+    assert report.files is not None
+    assert report.files.damaged == (f"{tensor.name}, expert 3",)
+    assert "DAMAGED" in report.verdict()
+
+
+def test_weights_that_change_between_runs_fail(folder: Path) -> None:
+    """What a wrong slot or a bit flipped in memory would look like: one run's weights differ."""
+
+    def damage(row: Row) -> None:
+        if row.configuration.threads == 1:
+            flip(folder, "lm_head.weight", keep_time=True)
+
+    report = verify(folder, threads=[1, 2], tokens=4, decoded=1, files=False, on_row=damage)
+    assert [row.state for row in report.rows] == ["ok", "ok", "different"]
+    assert not report.ok
+    assert "DIFFERENT" in report.verdict()
+    assert "DIFFERENT" in line(report.rows[-1])
+
+
+def test_files_written_to_meanwhile_fail(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    stamps = iter(range(10**18, 10**18 + 100))
+
+    def touch(row: Row) -> None:
+        os.utime(path, ns=(0, next(stamps)))
+
+    report = verify(folder, threads=[1, 2], tokens=4, decoded=1, files=False, on_row=touch)
+    assert not report.ok
+    assert "written to" in (report.rows[-1].reason or "")
+
+
+def test_first_run_says_that_files_were_not_compared(folder: Path) -> None:
+    report = verify(folder, threads=[1], tokens=4, decoded=1)
+    assert report.ok
+    assert "not compared" in report.verdict()
+
+
+def test_lists_are_multiplied_after_the_first_row(folder: Path) -> None:
+    report = verify(folder, threads=[1, 2], chunks=[1, 3], tokens=5, decoded=2, files=False)
+    found = [(row.configuration.threads, row.configuration.prefill_chunk) for row in report.rows]
+    assert found == [(None, None), (1, 1), (1, 3), (2, 1), (2, 3)]
+    assert report.ok
+    assert {row.num_tokens for row in report.rows} == {7}
+
+
+def test_budget_below_the_floor_is_skipped_with_its_reason_and_proves_nothing(folder: Path) -> None:
+    report = verify(folder, memories=[1_000_000], tokens=4, decoded=1, files=False)
+    assert [row.state for row in report.rows] == ["ok", "skipped"]
+    assert report.rows[1].reason
+    assert "skipped" in line(report.rows[1])
+    assert not report.ok
+    assert "NOT SHOWN" in report.verdict()
+
+
+def test_process_that_dies_is_a_failed_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    report = verify(folder, threads=[1], tokens=4, decoded=1, files=False)
+    assert [row.state for row in report.rows] == ["failed", "failed"]
+    assert "ended with code 1" in (report.rows[0].reason or "")
+    assert not report.ok
+
+
+def test_model_without_tokenizer_gets_a_token_a_byte(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    report = verify(folder, threads=[1], tokens=4, decoded=1, files=False)
+    assert report.ok
+    assert "a byte" in report.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tokens": 0}, {"tokens": 256}, {"decoded": 0}, {"memories": [0]}, {"threads": [0]}, {"chunks": [-1]}],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, object], folder: Path) -> None:
+    with pytest.raises(OptionError):
+        verify(folder, files=False, **options)  # type: ignore[arg-type]
+
+
+def test_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        verify(tmp_path / "nothing")
+
+
+def test_default_rows_of_the_large_model_use_budgets_and_leave_scalar_out() -> None:
+    rows = module._default_configurations(24 * 256, 4_869_586_944, small=False, num_chosen=8)
+    assert {row.memory_bytes for row in rows} == {None, 630_000_000, 1_000_000_000, 2_000_000_000}
+    assert all(row.slots is None and row.isa != "scalar" for row in rows)
