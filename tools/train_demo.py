@@ -1,4 +1,4 @@
-"""TinyStories text -> the demo model that ships in src/spile/demo/model: Maple's architecture, 2-bit, 8 MB, on a CPU.
+"""TinyStories text -> the demo model that ships in src/spile/demo/model, trained on a CPU in under two hours.
 
     python tools/train_demo.py train  --stories stories.txt.gz --chat chat.jsonl.gz --run RUN --seconds 5400
     python tools/train_demo.py train  ... --resume            # where RUN/checkpoint.pt left off
@@ -15,8 +15,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-# glibc gives large blocks back to the system at once, and every step then pays for the page faults again: keeping
-# them, in huge pages, took a step from 3.9 s to 2.2 s (2 cores, Zen 4). It must be set before the process starts.
+# glibc gives large blocks back to the system at once, and every step pays for the page faults again: keeping them,
+# in huge pages, took a step from 3.9 s to 2.2 s (2 cores, Zen 4). It must be set before the process starts.
 _ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -26,20 +26,22 @@ _ALLOCATOR = {
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("train", "export"):
         command = commands.add_parser(name)
-        command.add_argument("--stories", type=Path, required=True, help="gzipped text, <|endoftext|> after a story")
-        command.add_argument("--chat", type=Path, required=True, help="gzipped JSON lines of prompt and response")
-        command.add_argument("--run", type=Path, required=True, help="folder of the checkpoint, log and tokenizer")
-        command.add_argument("--threads", type=int, default=os.cpu_count())
+        add = command.add_argument
+        add("--stories", type=Path, required=True, help="gzipped text, a line <|endoftext|> after each story")
+        add("--chat", type=Path, required=True, help="gzipped JSON lines of prompt and response")
+        add("--run", type=Path, required=True, help="folder of the checkpoint, log and tokenizer")
+        add("--threads", type=int, default=os.cpu_count())
         if name == "export":
-            command.add_argument("--out", type=Path, required=True, help="folder of the model")
+            add("--out", type=Path, required=True, help="folder of the model")
             continue
-        command.add_argument("--resume", action="store_true")
+        add("--resume", action="store_true", help="continue the run's checkpoint; of the rest only --seconds counts")
         for option, default in _option_defaults().items():
-            command.add_argument(f"--{option.replace('_', '-')}", type=type(default), help=f"default {default}")
+            add(f"--{option.replace('_', '-')}", type=type(default), help=f"default {default}")
     return parser.parse_args()
 
 

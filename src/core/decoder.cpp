@@ -39,7 +39,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels* kernels, int num_th
   planes_.resize(T * 3 * plane_nbytes(D));
   attended_planes_.resize(T * 3 * plane_nbytes(static_cast<size_t>(q_size_)));
   pair_planes_.resize(pairs * 3 * plane_nbytes(wide));
-  groups_.resize(T * (D / 64 + 1));
+  groups_.resize(T * num_group_sums(D));
   fixed_.resize(T);
   attended_fixed_.resize(T);
   pair_fixed_.resize(pairs);
@@ -452,7 +452,7 @@ void Decoder::logits(int num, float* out) {
     const size_t at = static_cast<size_t>(i), t = static_cast<size_t>(T_ - num + i);
     kernels_->rmsnorm(h_.data() + t * D, final_norm, D, config_.rms_norm_eps, x_.data() + t * D);
     fixed_[at] = kernels_->fix(x_.data() + t * D, D, config_.activation_bytes, Layout::kNibble,
-                               planes_.data() + at * 3 * plane_nbytes(D), groups_.data() + at * (D / 64));
+                               planes_.data() + at * 3 * plane_nbytes(D), groups_.data() + at * num_group_sums(D));
     x[at] = &fixed_[at];
     y[at] = out + at * V;
   });

@@ -20,7 +20,7 @@ static inline __m256i fold8(const __m256i* v) {
   return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-template <int R, int C>
+template <int R, int C, bool FETCH>
 static inline void tile8(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
   static_assert(R * C == 8, "a tile folds into one vector");
   const __m256i three = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
@@ -38,6 +38,7 @@ static inline void tile8(const uint8_t* const* rows, size_t n, const int8_t* con
       for (int r = 0; r < R; ++r) {
         if (at + 32 <= nbytes) {
           raw[r] = load32(rows[r] + at);
+          if (FETCH && at % 64 == 0) _mm_prefetch((const char*)(rows[r] + at + kFetchAhead), _MM_HINT_T0);
         } else {
           alignas(32) uint8_t rest[32] = {};
           __builtin_memcpy(rest, rows[r] + at, nbytes - at);
@@ -65,14 +66,14 @@ static inline void tile8(const uint8_t* const* rows, size_t n, const int8_t* con
 }
 static void tile_8x2(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
   int32_t s[16];
-  tile8<4, 2>(rows, n, cols, s);
-  tile8<4, 2>(rows + 4, n, cols, s + 8);
+  tile8<4, 2, true>(rows, n, cols, s);
+  tile8<4, 2, true>(rows + 4, n, cols, s + 8);
   for (int c = 0; c < 2; ++c)
     for (int r = 0; r < 8; ++r) out[c * 8 + r] = s[r / 4 * 8 + c * 4 + r % 4];
 }
 static void tile_4x4(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
-  tile8<4, 2>(rows, n, cols, out);
-  tile8<4, 2>(rows, n, cols + 2, out + 8);
+  tile8<4, 2, false>(rows, n, cols, out);
+  tile8<4, 2, false>(rows, n, cols + 2, out + 8);
 }
 
 // out[g] = sum over the 64 codes of group g of code * (256 * high + low), for g < count; 0 for the rest.
@@ -87,6 +88,7 @@ static inline void nibble_sums(const uint8_t* codes, int count, const int8_t* hi
         continue;
       }
       const __m256i raw = load32(codes + g * 32);
+      if (g % 2 == 0) _mm_prefetch((const char*)(codes + g * 32 + kFetchAhead), _MM_HINT_T0);
       const __m256i even = _mm256_and_si256(raw, fifteen), odd = _mm256_and_si256(_mm256_srli_epi16(raw, 4), fifteen);
       __m256i s = _mm256_add_epi16(_mm256_maddubs_epi16(even, load32(low + g * 64)),
                                    _mm256_maddubs_epi16(odd, load32(low + g * 64 + 32)));

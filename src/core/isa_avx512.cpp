@@ -40,7 +40,7 @@ static inline void step(const __m512i* raw, const int8_t* const* cols, size_t at
   }
 }
 
-template <int R, int C>
+template <int R, int C, bool FETCH>
 static inline void tile(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
   static_assert(R * C == 16, "a tile folds into one vector");
   __m512i acc[16], raw[R];
@@ -49,7 +49,10 @@ static inline void tile(const uint8_t* const* rows, size_t n, const int8_t* cons
   const size_t nbytes = n / 4, whole = nbytes / 64 * 64;
   for (size_t at = 0; at < whole; at += 64) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) raw[r] = _mm512_loadu_si512(rows[r] + at);
+    for (int r = 0; r < R; ++r) {
+      raw[r] = _mm512_loadu_si512(rows[r] + at);
+      if (FETCH) _mm_prefetch((const char*)(rows[r] + at + kFetchAhead), _MM_HINT_T0);
+    }
     step<R, C>(raw, cols, at * 4, acc);
   }
   if (whole < nbytes) {
@@ -61,10 +64,10 @@ static inline void tile(const uint8_t* const* rows, size_t n, const int8_t* cons
   _mm512_storeu_si512(out, fold16(acc));
 }
 static void tile_8x2(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
-  tile<8, 2>(rows, n, cols, out);
+  tile<8, 2, true>(rows, n, cols, out);
 }
 static void tile_4x4(const uint8_t* const* rows, size_t n, const int8_t* const* cols, int32_t* out) {
-  tile<4, 4>(rows, n, cols, out);
+  tile<4, 4, false>(rows, n, cols, out);
 }
 
 // out[g] = sum over the 64 codes of group g of code * (256 * high + low), for g < count; 0 for the rest.
@@ -80,6 +83,7 @@ static inline void nibble_sums(const uint8_t* codes, int count, const int8_t* hi
     }
     const __m512i raw = left == 1 ? _mm512_maskz_loadu_epi8(0xFFFFFFFFull, codes + i * 64)
                                   : _mm512_loadu_si512(codes + i * 64);
+    _mm_prefetch((const char*)(codes + i * 64 + kFetchAhead), _MM_HINT_T0);
     const __m512i even = _mm512_and_si512(raw, fifteen), odd = _mm512_and_si512(_mm512_srli_epi16(raw, 4), fifteen);
     __m512i s = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_loadu_si512(low + i * 128));
     s = _mm512_dpbusd_epi32(s, odd, _mm512_loadu_si512(low + i * 128 + 64));

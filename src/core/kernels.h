@@ -16,11 +16,16 @@ struct Fixed {
   int num;
   float scale;
   int64_t sum;            // of q
-  const int32_t* groups;  // sums of q over groups of 64 (only where a 4-bit layer reads the vector)
+  const int32_t* groups;  // sums of q over groups of 64, padded to a multiple of 16 (only where a 4-bit layer reads it)
 };
 
 // Bytes of one plane of n entries, padding included. Planes are zero behind their last entry.
 inline size_t plane_nbytes(size_t n) { return (n + 255) / 256 * 256; }
+
+// Entries of `groups` for n inputs, and bytes of codes that a streaming kernel fetches ahead of its use: a page or two, for
+// the hardware's own prefetch stops at page ends and a tile of eight rows comes back to each page many times.
+inline size_t num_group_sums(size_t n) { return (n / 64 + 15) / 16 * 16; }
+constexpr size_t kFetchAhead = 8192;
 
 enum class Layout { kTernary, kNibble };  // the order in which a plane's bytes lie, per the codes they meet
 
@@ -53,7 +58,7 @@ struct AttendShape {
 struct Kernels {
   const char* name;
 
-  // Fixed point of x [n]; `planes` holds 3 * plane_nbytes(n), `groups` n / 64 sums or is null. `num` is 2, or 3 to force three.
+  // Fixed point of x [n]; `planes` holds 3 * plane_nbytes(n), `groups` num_group_sums(n) sums or is null. `num` is 2, or 3 to force three.
   Fixed (*fix)(const float* x, size_t n, int num, Layout layout, int8_t* planes, int32_t* groups);
 
   // y[t][row] (row stride ldy) for rows [row, row_end) of each fixed vector x[t], t < T.

@@ -74,27 +74,25 @@ static void router(const uint16_t* w, size_t n, size_t row, size_t row_end, cons
 constexpr float kLimit2 = 32639.0f;    // 127 * 256 + 127
 constexpr float kLimit3 = 8355000.0f;  // below 127 * 65536 + 127 * 256 + 127 by more than the product's rounding
 
-static inline void split_block(const int32_t* q, int plane_from_low, int num, Layout layout, int8_t* out) {
-  // q [256] -> one signed byte each, in the order in which the integer kernel meets its codes
+// Takes the lowest signed byte off each of q [256] and puts it where the integer kernel meets the code of the same input.
+static inline void take_byte(int32_t* q, Layout layout, int8_t* out) {
   alignas(64) int8_t bytes[256];
   for (int i = 0; i < 256; ++i) {
-    int32_t rest = q[i];
-    int8_t low = (int8_t)rest;
-    for (int p = 0; p < plane_from_low; ++p) {
-      rest = (rest - low) >> 8;
-      low = (int8_t)rest;
-    }
-    bytes[i] = low;
+    bytes[i] = (int8_t)q[i];
+    q[i] = (q[i] + 128) >> 8;
   }
-  (void)num;
-  if (layout == Layout::kTernary) {
-    for (int b = 0; b < 256 / (4 * kBlock); ++b)
+  if (layout == Layout::kTernary) {  // four codes a byte: plane j of a block holds inputs 4k + j
+    alignas(64) uint32_t words[64];
+    __builtin_memcpy(words, bytes, 256);
+    for (int b = 0; b < 64 / kBlock; ++b)
       for (int j = 0; j < 4; ++j)
-        for (int k = 0; k < kBlock; ++k) out[(b * 4 + j) * kBlock + k] = bytes[(b * kBlock + k) * 4 + j];
+        for (int k = 0; k < kBlock; ++k) out[(b * 4 + j) * kBlock + k] = (int8_t)(words[b * kBlock + k] >> (8 * j));
   } else {
-    for (int b = 0; b < 256 / (2 * kBlock); ++b)
+    alignas(64) uint16_t words[128];
+    __builtin_memcpy(words, bytes, 256);
+    for (int b = 0; b < 128 / kBlock; ++b)
       for (int j = 0; j < 2; ++j)
-        for (int k = 0; k < kBlock; ++k) out[(b * 2 + j) * kBlock + k] = bytes[(b * kBlock + k) * 2 + j];
+        for (int k = 0; k < kBlock; ++k) out[(b * 2 + j) * kBlock + k] = (int8_t)(words[b * kBlock + k] >> (8 * j));
   }
 }
 
@@ -105,6 +103,7 @@ static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* plane
   f.sum = 0;
   f.groups = groups;
   for (int p = 0; p < 3; ++p) f.plane[p] = planes + (size_t)p * stride;
+  if (groups) __builtin_memset(groups, 0, num_group_sums(n) * sizeof(int32_t));
   uint32_t top = 0;
   for (size_t i = 0; i < n; ++i) {
     uint32_t bits;
@@ -119,7 +118,6 @@ static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* plane
     f.scale = finite ? 0.0f : __builtin_nanf("");
     f.num = 2;
     __builtin_memset(planes, 0, 2 * stride);
-    if (groups) __builtin_memset(groups, 0, n / 64 * sizeof(int32_t));
     return f;
   }
   for (;;) {
@@ -148,7 +146,7 @@ static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* plane
         if (groups && base + 64 * (size_t)g < n) groups[base / 64 + (size_t)g] = s;
       }
       small += clipped;
-      for (int p = 0; p < f.num; ++p) split_block(q, f.num - 1 - p, f.num, layout, planes + (size_t)p * stride + base);
+      for (int p = f.num - 1; p >= 0; --p) take_byte(q, layout, planes + (size_t)p * stride + base);
     }
     // Entries are small against the largest one: with two bytes they would be coarser than BF16. Counting each at 1020 at
     // most keeps several outliers from hiding one another, and short vectors from never getting here.
@@ -289,7 +287,7 @@ static void ternary_one(const Ternary& w, size_t row, size_t row_end, const Fixe
     for (int r = 0; r < 8; ++r) rows[r] = row_at(w.codes, stride, row + (size_t)r, row_end);
     alignas(64) int32_t s[32];
     const int8_t* cols[2] = {x.plane[0], x.plane[1]};
-    tile_8x2(rows, w.n, cols, s);
+    tile_8x2(rows, w.n, cols, s);  // streams the weights: it prefetches
     const int count = row_end - row < 8 ? (int)(row_end - row) : 8;
     if (x.num == 2 && narrow && count == 8) {
       const int32_t q_sum = (int32_t)x.sum;
@@ -353,35 +351,38 @@ static void ternary(const Ternary& w, size_t row, size_t row_end, const Fixed* c
 }
 
 // 4-bit groups of 64: group g adds to lane g % 16, in ascending order; lanes fold as sum() does.
+static inline F16 affine4_groups(const uint8_t* codes, const uint16_t* scales, const uint16_t* biases, const Fixed& f,
+                                 size_t first, int count) {
+  alignas(64) int32_t s[16], high[16];
+  nibble_sums(codes, count, f.plane[f.num - 2] + first * 64, f.plane[f.num - 1] + first * 64, s);
+  F16 value = load_int(s);
+  if (f.num == 3) {
+    nibble_sums(codes, count, nullptr, f.plane[0] + first * 64, high);
+    float exact[16];
+    for (int i = 0; i < 16; ++i) exact[i] = (float)((double)high[i] * 65536.0 + (double)s[i]);
+    value = load(exact);
+  }
+  return load_bf16(scales) * value + load_bf16(biases) * load_int(f.groups + first);
+}
+
 static void affine4(const Affine4& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y) {
-  const size_t num_groups = w.n / 64;
+  const size_t num_groups = w.n / 64, whole = num_groups / 16 * 16;
   for (; row < row_end; ++row) {
     const uint8_t* codes = w.codes + row * (w.n / 2);
     const uint16_t* scales = w.scales + row * num_groups;
     const uint16_t* biases = w.biases + row * num_groups;
     for (int t = 0; t < T; ++t) {
-      const Fixed& f = *x[t];
       F16 lanes = zero();
-      for (size_t g = 0; g < num_groups; g += 16) {
-        const int count = num_groups - g < 16 ? (int)(num_groups - g) : 16;
-        alignas(64) int32_t s[16], high[16], q[16] = {};
+      for (size_t g = 0; g < whole; g += 16)
+        lanes = lanes + affine4_groups(codes + g * 32, scales + g, biases + g, *x[t], g, 16);
+      if (whole < num_groups) {
+        const size_t rest = num_groups - whole;
         uint16_t scale[16] = {}, bias[16] = {};
-        const int8_t* low = f.plane[f.num - 1] + g * 64;
-        nibble_sums(codes + g * 32, count, f.plane[f.num - 2] + g * 64, low, s);
-        __builtin_memcpy(q, f.groups + g, (size_t)count * 4);
-        __builtin_memcpy(scale, scales + g, (size_t)count * 2);
-        __builtin_memcpy(bias, biases + g, (size_t)count * 2);
-        float value[16], q_value[16];
-        if (f.num == 3) {
-          nibble_sums(codes + g * 32, count, nullptr, f.plane[0] + g * 64, high);
-          for (int i = 0; i < 16; ++i) value[i] = (float)((double)high[i] * 65536.0 + (double)s[i]);
-        } else {
-          for (int i = 0; i < 16; ++i) value[i] = (float)s[i];
-        }
-        for (int i = 0; i < 16; ++i) q_value[i] = (float)q[i];
-        lanes = lanes + (load_bf16(scale) * load(value) + load_bf16(bias) * load(q_value));
+        __builtin_memcpy(scale, scales + whole, rest * 2);
+        __builtin_memcpy(bias, biases + whole, rest * 2);
+        lanes = lanes + affine4_groups(codes + whole * 32, scale, bias, *x[t], whole, (int)rest);
       }
-      y[t][row] = f.scale * sum(lanes);
+      y[t][row] = x[t]->scale * sum(lanes);
     }
   }
 }

@@ -15,9 +15,6 @@ constexpr int kParts = 16 / SPILE_WIDTH;
 struct F16 {
   vf part[kParts];
 };
-struct I16 {
-  vi part[kParts];
-};
 
 #define EACH for (int p_ = 0; p_ < kParts; ++p_)
 
@@ -43,6 +40,15 @@ static inline F16 load_bf16(const uint16_t* x) {  // BF16 is the upper half of a
     vu16 h;
     __builtin_memcpy(&h, x + p_ * SPILE_WIDTH, sizeof h);
     r.part[p_] = (vf)(__builtin_convertvector(h, vu32) << 16);
+  }
+  return r;
+}
+static inline F16 load_int(const int32_t* x) {  // rounded to nearest even
+  F16 r;
+  EACH {
+    vi v;
+    __builtin_memcpy(&v, x + p_ * SPILE_WIDTH, sizeof v);
+    r.part[p_] = __builtin_convertvector(v, vf);
   }
   return r;
 }
@@ -83,11 +89,11 @@ static inline F16 higher(const F16& a, const F16& b) {  // a > b ? a : b
   return r;
 }
 static inline float sum(const F16& a) {
-  float v[16];
-  store(v, a);
-  for (int i = 0; i < 8; ++i) v[i] += v[i + 8];
-  for (int i = 0; i < 4; ++i) v[i] += v[i + 4];
-  return (v[0] + v[2]) + (v[1] + v[3]);
+  typedef float v4 __attribute__((vector_size(16)));
+  v4 q[4];
+  __builtin_memcpy(q, &a, 64);
+  const v4 r = (q[0] + q[2]) + (q[1] + q[3]);
+  return (r[0] + r[2]) + (r[1] + r[3]);
 }
 
 // exp by 2^n * e^r, |r| <= ln2/2, Taylor to r^7 (relative error below 2e-7). Below -87 the result is 0, above 88 it is exp(88).

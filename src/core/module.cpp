@@ -122,14 +122,14 @@ nb::ndarray<nb::numpy, float> affine4_linear(Array<const float, 2> x, Array<cons
   const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
   if (codes.shape(1) * 8 != n || scales.shape(1) * 64 != n) throw nb::value_error("shapes of x, codes and scales disagree");
   std::vector<int8_t> planes(T * 3 * plane_nbytes(n));
-  std::vector<int32_t> groups(T * (n / 64));
+  std::vector<int32_t> groups(T * num_group_sums(n));
   std::vector<Fixed> fixed(T);
   std::vector<const Fixed*> xs(T);
   std::vector<float> y(T * out);
   std::vector<float*> ys(T);
   for (size_t t = 0; t < T; ++t) {
     fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, Layout::kNibble, planes.data() + t * 3 * plane_nbytes(n),
-                            groups.data() + t * (n / 64));
+                            groups.data() + t * num_group_sums(n));
     xs[t] = &fixed[t];
     ys[t] = y.data() + t * out;
   }

@@ -1,7 +1,8 @@
 """Turns what a user calls a model (nothing, a folder, a hub id) into a folder on disk.
 
-Only what names a hub id reaches the network, through huggingface_hub, imported when it is needed. Of a repository only
-the files that a model needs are downloaded, never code, and free disk is checked first. It does not read weights.
+Only a hub id reaches the network, through huggingface_hub, imported when it is needed. Of a repository only
+the files that a model needs are downloaded, never code, and free disk is checked first. It does not read
+weights.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from pathlib import Path
 from spile.architectures import find_model_type
 from spile.checkpoint import INDEX_NAME, check_folder, read_config, read_weight_map
 from spile.errors import CheckpointError, ModelError, ModelNotFoundError, SpileError, WriteError, quote
+from spile.writer import FULL_DISK
 
 DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _LARGEST_TEXT_FILE_NBYTES = 100_000_000
 _RESERVE_NBYTES = 100_000_000  # free disk to leave
-_HOW_TO_NAME = (
-    "Name a folder with config.json and *.safetensors, or a hub id such as deepgrove/maple-2bit-mlx."
-)
+_HOW_TO_NAME = "Name a folder with config.json and safetensors, or a hub id such as deepgrove/maple-2bit-mlx."
 
 
 def resolve(source: str | Path | None, *, offline: bool = False) -> Path:
-    """Return the folder of a model; None is the built-in demo model. Downloads a hub id that is not there yet.
+    """Return the folder of a model; None is the built-in demo model. Downloads a hub id that is not cached.
 
     Raises:
         ModelNotFoundError: no such folder, file or hub id, or no connection.
@@ -156,17 +156,22 @@ def _is_text(name: str) -> bool:
 
 
 def _check_disk(hub_id: str, hub: Hub, sizes: Mapping[str, int], names: Iterable[str]) -> None:
-    needed = sum(sizes[name] for name in names if hub.cached(hub_id, name) is None)
+    needed = sum(sizes[name] for name in names if not _is_cached(hub_id, hub, name, sizes[name]))
     folder = hub.cache_folder()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if needed and free < needed + _RESERVE_NBYTES:
         raise WriteError(
-            f"not enough disk to download {hub_id}: needs {needed / 1e6:,.0f} MB, {free / 1e6:,.0f} MB are free "
-            f"in {hub.cache_folder()}",
+            f"not enough disk to download {hub_id}: needs {needed / 1e6:,.0f} MB, "
+            f"{free / 1e6:,.0f} MB are free in {hub.cache_folder()}",
             "Free some room, or set HF_HUB_CACHE to a folder on another disk.",
         )
+
+
+def _is_cached(hub_id: str, hub: Hub, name: str, nbytes: int) -> bool:
+    path = hub.cached(hub_id, name)
+    return path is not None and path.exists() and path.stat().st_size == nbytes
 
 
 class _Unreachable(ModelNotFoundError):
@@ -177,8 +182,8 @@ class _Unreachable(ModelNotFoundError):
 def _hub_errors(hub_id: str) -> Iterator[None]:
     """Turn what huggingface_hub raises into one sentence.
 
-    The classes of its transport differ between its versions (requests, httpx, httpx2), and only some are OSError, so
-    everything that is no answer of the hub counts as no connection.
+    The classes of its transport differ between its versions (requests, httpx, httpx2), and only some are
+    OSError, so everything that is no answer of the hub counts as no connection.
     """
     from huggingface_hub import errors
 
@@ -196,8 +201,8 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
             _HOW_TO_NAME,
         ) from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-            raise WriteError(f"cannot store {hub_id}: {error.strerror} ({error.filename})") from error
+        if isinstance(error, OSError) and (error.errno in FULL_DISK or error.filename):
+            raise WriteError(f"cannot store {hub_id} in the cache: {error.strerror or error}") from error
         reason = quote(str(error).strip().split("\n")[0] or type(error).__name__)
         raise _Unreachable(
             f"there is no folder {quote(hub_id)}, and the hub cannot be reached to look for it ({reason})",
@@ -206,6 +211,6 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
 
 
 def _is_offline() -> bool:
-    """Whether the environment forbids the network; huggingface_hub has the same rule but reads it only once."""
+    """Whether the environment forbids the network; huggingface_hub has this rule too but reads it once."""
     values = (os.environ.get("HF_HUB_OFFLINE"), os.environ.get("TRANSFORMERS_OFFLINE"))
     return any(value is not None and value.upper() in ("1", "ON", "YES", "TRUE") for value in values)

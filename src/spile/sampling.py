@@ -41,10 +41,9 @@ class Sampler:
         Raises: ModelError when the logits are no numbers to choose by.
         """
         logits = logits[: self.num_entries]
+        _check_largest(float(logits.max()))  # which is NaN if any is
         if self.sampling.temperature == 0:
-            token_id = int(np.argmax(logits))  # the first of equals; a NaN, if there is one
-            _check_largest(float(logits[token_id]))
-            return token_id
+            return int(np.argmax(logits))  # the first of equals
         token_ids, gaps = self._filter(logits)
         sums = np.cumsum(np.exp(gaps / gaps.dtype.type(self.sampling.temperature)), dtype=np.float64)
         chosen = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
@@ -58,7 +57,6 @@ class Sampler:
             weights = np.exp(gaps)
             count = _count_kept(weights, float(weights.sum()), sampling)
             return token_ids[:count], gaps[:count]
-        _check_largest(float(logits.max()))
         all_gaps = logits - logits.max()
         all_weights = np.exp(all_gaps)
         if sampling.top_p == 1:
@@ -83,7 +81,6 @@ def _most_probable(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.
     """Return the ids of the largest logits in order, and how far their logits lie below the largest."""
     token_ids = largest(logits, count)
     kept = logits[token_ids].astype(np.float64)
-    _check_largest(float(kept[0]))
     return token_ids, kept - kept[0]
 
 
@@ -103,7 +100,7 @@ def largest(logits: NDArray[np.float32], count: int) -> NDArray[np.intp]:
         bound = np.partition(logits, num_logits - count)[num_logits - count]
     else:
         bound = np.float32(-np.inf)
-    ids = np.flatnonzero(~(logits < bound))  # a NaN stays in, and is found by whoever looks at the first
+    ids = np.flatnonzero(logits >= bound)
     order = np.argsort(-logits[ids], kind="stable")
     return ids[order][:count]
 

@@ -32,7 +32,7 @@ from spile.architectures.maple import (
 )
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
 from spile.experts import decode_bf16, encode_bf16
-from spile.synth_tokenizer import tokenizer_files, write_tokenizer_file
+from spile.synth_tokenizer import NUM_BYTES, tokenizer_files, write_tokenizer_file
 from spile.writer import ShardWriter, Spec, atomic_folder, split_shards, write_index, write_json
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -76,7 +76,7 @@ class SynthShape:
     vocab_size: int = 512
     sliding_window: int = 16
     full_attention_interval: int = 4  # every fourth layer sees everything; 1: all layers do
-    tokenizer_entries: int = 256  # besides the special tokens; 256: a byte each
+    tokenizer_entries: int = 256  # at most, besides the special tokens; 256: a byte each; 0: no tokenizer
     num_shards: int = 1
 
     def config(self) -> dict[str, Any]:
@@ -171,6 +171,15 @@ def write_checkpoint(
 
 def _specs(shape: SynthShape, form: Form) -> list[Spec]:
     """Check the shape by the rules that a reader applies, and list its tensors."""
+    limits = {"full_attention_interval": (1, 2**20), "num_hidden_layers": (1, 10_000)}
+    limits["tokenizer_entries"] = (0, 2**24)
+    for name, (least, largest) in limits.items():
+        if not least <= getattr(shape, name) <= largest:
+            raise OptionError(f"{name} is {getattr(shape, name)}, expected {least} to {largest:,}")
+    if 0 < shape.tokenizer_entries < NUM_BYTES:
+        raise OptionError(
+            f"tokenizer_entries is {shape.tokenizer_entries}, expected 0 or {NUM_BYTES} and more"
+        )
     try:
         config = parse_config(shape.config())
         check_widths(config, form)

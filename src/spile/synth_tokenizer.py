@@ -137,9 +137,11 @@ _CODAS = ["", "", "", "l", "m", "n", "r", "s", "t", "ck", "ll", "nd", "ng", "nt"
 def tokenizer_files(num_entries: int, vocab_size: int, seed: int) -> tuple[dict[str, Any], int | None]:
     """Make the contents of the JSON files that a tokenizer needs, by file name, and the id that ends a turn.
 
-    A vocabulary too small for the entries and the added tokens gets no tokenizer: no files and no id.
+    Entries are as many as the vocabulary has room for beside the added tokens; where the 256 bytes do not
+    fit, or none are wanted, there is no tokenizer: no files and no id.
     """
-    if num_entries < NUM_BYTES or num_entries + NUM_ADDED > vocab_size:
+    num_entries = min(num_entries, vocab_size - NUM_ADDED)
+    if num_entries < NUM_BYTES:
         return {}, None
     merges = _merges(num_entries - NUM_BYTES, seed)
     entries = [*_byte_letters().values(), *(left + right for left, right in merges)]

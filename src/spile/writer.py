@@ -25,7 +25,7 @@ from spile.checkpoint import INDEX_NAME
 from spile.errors import WriteError
 from spile.safetensors import DTYPE_BITS
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESERVE_NBYTES = 16_000_000  # for config, tokenizer and the file system's own tables
 
 
@@ -196,7 +196,7 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 def _refused(destination: Path, error: OSError) -> WriteError:
-    if error.errno in _FULL:
+    if error.errno in FULL_DISK:
         return WriteError(f"the disk is full: {destination} could not be written; nothing was left behind")
     where = f" ({error.filename})" if error.filename else ""
     return WriteError(f"cannot write {destination}: {error.strerror or error}{where}")

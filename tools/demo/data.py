@@ -1,9 +1,10 @@
 """Stories and chat pairs -> a tokenizer, and rows of token ids for training and for the held-out loss.
 
-Does not know the model. A story is shown once in each pass over the data, in a form drawn by the pass's seed: as plain
-text ending in <|endoftext|>, as the answer to its chat prompt, or as the answer to its own first words. Whole
-documents are packed into rows of T tokens, so that nearly every row starts where a document starts. Everything follows
-from (seed, pass), so a position in the data is two integers and a resumed run sees the same rows.
+Does not know the model. A story is shown once in each pass over the data, in a form drawn by the pass's seed:
+as plain text ending in <|endoftext|>, as the answer to its chat prompt, or as the answer to its own first words.
+Whole documents are packed into rows of T tokens, so that every row starts where a document starts (a document
+longer than a row is cut). Everything follows from (seed, pass), so a position in the data is two integers and a
+resumed run sees the same rows.
 """
 
 import gzip
@@ -23,7 +24,11 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a kind storyteller.", "You tell short and simple stories.")
+SYSTEM_MESSAGES = (
+    "You are a helpful assistant.",
+    "You are a kind storyteller.",
+    "You tell short and simple stories.",
+)
 # Shares of a pass's stories by form, and how often each small-talk pair occurs in it.
 PLAIN_SHARE, OPENING_SHARE, SYSTEM_SHARE, SMALL_TALK_REPEATS = 0.40, 0.30, 0.06, 5
 # The pattern that Qwen2's tokenizer, and so Maple's, splits text with (Source: Qwen2's tokenizer.json).
@@ -45,12 +50,12 @@ class Corpus:
 
 
 def read_corpus(stories: Path, chat: Path, num_held_out: int) -> Corpus:
-    """Read both files; the last `num_held_out` stories are held out, and chat pairs that answer with one are dropped.
+    """Read both files; hold out the last `num_held_out` stories and drop the chat pairs that answer with one.
 
     `stories` is gzipped text, each story followed by a line <|endoftext|>; `chat` is gzipped JSON lines of
     {"prompt", "response"}, the response being a story's whole text (or else small talk).
     """
-    text = gzip.open(stories, "rt", encoding="utf-8").read()
+    text = gzip.decompress(stories.read_bytes()).decode()
     all_stories = [story.strip() for story in text.split(END_OF_TEXT) if story.strip()]
     train, held_out = all_stories[:-num_held_out], all_stories[-num_held_out:]
     hidden = set(held_out)
@@ -58,7 +63,7 @@ def read_corpus(stories: Path, chat: Path, num_held_out: int) -> Corpus:
     story_to_index = {story: i for i, story in enumerate(train)}
     prompts: dict[int, list[str]] = {}
     small_talk = []
-    for line in gzip.open(chat, "rt", encoding="utf-8"):
+    for line in gzip.decompress(chat.read_bytes()).decode().splitlines():
         pair = json.loads(line)
         prompt, response = pair["prompt"].strip(), pair["response"].strip()
         if response in hidden:
@@ -71,7 +76,7 @@ def read_corpus(stories: Path, chat: Path, num_held_out: int) -> Corpus:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE in the shape of Qwen2's: the special tokens are added tokens with the last ids."""
+    """Train a byte-level BPE in the form of Qwen2's: the special tokens are added tokens with the last ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,11 +94,13 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    assert tokenizer.get_vocab_size() == vocab_size, f"{tokenizer.get_vocab_size()} tokens, wanted {vocab_size}"
+    num_tokens = tokenizer.get_vocab_size()
+    assert num_tokens == vocab_size, f"{num_tokens} tokens, wanted {vocab_size}"
     return tokenizer
 
 
-Document = tuple[np.ndarray, np.ndarray]  # token ids int32 [n], trained int8 [n]: 1 where the token is to be predicted
+# Token ids int32 [n], trained int8 [n]: 1 where the token is to be predicted.
+Document = tuple[np.ndarray, np.ndarray]
 
 
 class Documents:
@@ -128,7 +135,7 @@ class Documents:
         return ids, trained
 
     def opening(self, story: str, story_ids: np.ndarray, rng: random.Random, system: str = "") -> Document:
-        """A chat whose prompt is the story's first words and whose answer is the story, first words included."""
+        """A chat whose prompt is the story's first words and whose answer is the story, those words included."""
         words = story.split(" ")[: rng.choice((2, 3, 4, 4, 4, 5, 6, 7, 8, 10))]
         prompt = " ".join(words).split("\n")[0]
         if rng.random() < 0.5:
@@ -157,8 +164,8 @@ class Documents:
         return documents
 
     def held_out_rows(self, row_tokens: int, chat: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out stories, one to a row, as plain text or as answers to their first four words: ids, labels [n, T]."""
-        documents = []
+        """Held-out stories, one a row, as plain text or answers to their first four words: ids, labels [n, T]."""
+        documents: list[Document] = []
         for story, ids in zip(self.corpus.held_out, self.held_out, strict=True):
             opening = " ".join(story.split(" ")[:4])
             documents.append(self.chat(opening, ids) if chat else self.plain(ids))
@@ -214,7 +221,7 @@ def _rows(rows: list[list[Document]], row_tokens: int, padding: int) -> tuple[np
 
 
 def batches(documents: Documents, row_tokens: int, batch: int, pass_id: int, row: int) -> Iterator[tuple]:
-    """Batches for ever, from (pass, row): yields ids, labels int32 [B, T] and the position after the batch."""
+    """Batches for ever, from (pass, row): ids, labels int32 [B, T] and the position after the batch."""
     while True:
         ids, labels = documents.pass_rows(pass_id, row_tokens)
         while row + batch <= len(ids):

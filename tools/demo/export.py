@@ -197,7 +197,8 @@ def write_files(run: Run, out: Path) -> None:
     partial = out / "model.safetensors.part"
     save_file(to_tensors(run.masters, run.shape), partial, metadata={"format": "mlx"})
     os.replace(partial, out / "model.safetensors")
-    generation = {"eos_token_id": [specials[data.END], specials[data.END_OF_TEXT]], "pad_token_id": specials[data.END_OF_TEXT]}
+    end, end_of_text = specials[data.END], specials[data.END_OF_TEXT]
+    generation = {"eos_token_id": [end, end_of_text], "pad_token_id": end_of_text}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": data.END,
@@ -222,4 +223,96 @@ def write_files(run: Run, out: Path) -> None:
 
 
 def model_card(run: Run, documents: data.Documents, losses: dict, counts: Tensor, samples: list, out: Path) -> str:
-    return ""
+    """The README.md of the model folder, every figure taken from the run and the files."""
+    shape, options = run.shape, run.options
+    num_tokens = sum(len(ids) + 1 for ids in documents.held_out)
+    num_characters = sum(len(story) for story in documents.corpus.held_out)
+    shares = 100 * counts / counts.sum(-1, keepdim=True)  # [layers, E] percent
+    usage = "\n".join(
+        f"| {layer} | {float(row.min()):.1f} % | {float(row.max()):.1f} % |" for layer, row in enumerate(shares)
+    )
+    answers = "\n\n".join(
+        f"`{prompt}`\n\n" + "\n".join(f"> {line}".rstrip() for line in answer.split("\n")) for prompt, answer in samples
+    )
+    return _CARD.format(
+        shape=shape,
+        options=options,
+        nbytes=sum(path.stat().st_size for path in out.iterdir() if path.name != "README.md"),
+        even=100 / shape.num_experts,
+        seen=run.tokens / 1e6,
+        passes=run.pass_id + 1,
+        weights=sum(w.numel() for w in run.masters.values()) / 1e6,
+        steps=run.step_id,
+        minutes=run.seconds / 60,
+        text=losses["text"],
+        trained=losses["trained"],
+        chat=losses["chat"],
+        bits=losses["text"] / 0.6931471805599453 * num_tokens / num_characters,
+        usage=usage,
+        answers=answers,
+        sampling=", ".join(f"{name} {SAMPLING[name]}" for name in ("temperature", "top_p", "top_k", "min_p")),
+        num_stories=len(documents.stories),
+    )
+
+
+_CARD = """\
+# The demo model: a small Maple that tells stories
+
+{weights:.1f} M weights in {nbytes:,} bytes, in the architecture and the 2-bit file layout of DeepGrove's Maple, so that
+`spile` can be tried, tested and measured without a download. It writes short stories in the words of a small child. It
+knows nothing else: what it says is not advice, and nobody should rely on it.
+
+| | |
+| --- | --- |
+| layers | {shape.num_hidden_layers}: three with a window of {shape.sliding_window} tokens, then one with full attention, repeating |
+| width | {shape.hidden_size}; {shape.num_attention_heads} heads of {shape.head_dim}, {shape.num_key_value_heads} KV heads |
+| experts | {shape.num_experts} a layer, width {shape.moe_intermediate_size}, {shape.num_experts_per_tok} for each token |
+| vocabulary | {shape.vocab_size}: byte-level BPE in the form of Qwen2's, its three special tokens last |
+| weights | experts and attention ternary with one BF16 alpha a row; embeddings and head 4-bit in groups of 64; router and norms BF16 |
+| trained at | {options.row_tokens} tokens; `max_position_embeddings` is {shape.max_position_embeddings} |
+| sampling | {sampling} |
+
+## Training
+
+Quantization-aware from the first step (straight-through): the weights in the file are the weights that were trained.
+{seen:.1f} M tokens in {steps:,} steps of {options.batch} x {options.row_tokens}, begun passes over {num_stories:,} stories: {passes}; {minutes:.0f} minutes on
+two CPU cores. In each pass a story is plain text, or the answer to a request, or the answer to its own first words.
+
+| loss on {options.num_held_out} held-out stories, nats a token, float32 | |
+| --- | --- |
+| these files, stories as plain text | {text:.4f} ({bits:.3f} bits a character) |
+| the training weights, the same | {trained:.4f} |
+| these files, stories as answers to their first four words | {chat:.4f} |
+
+Share of a layer's choices that the least and the most used expert get on that text ({even:.1f} % is even):
+
+| layer | least | most |
+| --- | --- | --- |
+{usage}
+
+## Data, credit and licence
+
+Trained on text from TinyStories by Ronen Eldan and Yuanzhi Li ("TinyStories: How Small Can Language Models Be and Still
+Speak Coherent English?", arXiv:2305.07759), which is under the Community Data License Agreement, Sharing, version 1.0
+(CDLA-Sharing-1.0, https://cdla.dev/sharing-1-0/), and on a few dozen lines of small talk written for this model. The text
+is not part of this folder. About a quarter of it comes from the upstream validation split: don't compare these losses
+with published ones.
+
+## Samples
+
+Through the chat template, with the sampling above, seed 0, the first answer each.
+
+{answers}
+
+## To make it again
+
+`stories.txt.gz`: TinyStories, each story followed by a line `<|endoftext|>`. `chat.jsonl.gz`: lines of
+{{"prompt": ..., "response": ...}} whose responses are stories of the first file, or small talk.
+
+    pip install torch==2.13.0 numpy tokenizers safetensors
+    python tools/train_demo.py train --stories stories.txt.gz --chat chat.jsonl.gz --run RUN --seconds {options.seconds:.0f}
+    python tools/train_demo.py export --stories stories.txt.gz --chat chat.jsonl.gz --run RUN --out src/spile/demo/model
+
+The schedule is tied to the clock, so another machine makes another, similar model. `train ... --resume` continues a
+run that was stopped. The export reads back the files it wrote, runs them, and fails if their loss is not the trained one.
+"""

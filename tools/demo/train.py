@@ -1,12 +1,12 @@
 """A corpus and a time -> trained master weights, in a run folder that a killed run continues from.
 
-Does not know file formats of the model that is shipped (export.py does). The run folder holds `tokenizer.json`,
-`checkpoint.pt` (replaced atomically), `log` and `pid`. The learning rate is tied to the seconds trained, so the run
-ends when it should on a machine of any speed. A step counts for ten seconds at most: time in which the process was
-stopped (`kill -STOP`) or the machine slept is not training time.
+Does not know the files of the model that is shipped (export.py does). The run folder holds `tokenizer.json`,
+`checkpoint.pt` (replaced atomically), `log` and `pid`. The learning rate is tied to the seconds trained, so the
+run ends when it should on a machine of any speed. A step counts for ten seconds at most: time in which the
+process was stopped (`kill -STOP`) or the machine slept is not training time.
 
-AdamW learns all weights. Muon was tried for the ternary ones: after 150 s of training its loss was 0.3 nats higher at
-a fifth fewer tokens a second (batch 16 x 512, two learning rates).
+AdamW learns all weights. Muon was tried for the ternary ones: after 150 s of training its loss was 0.3 nats
+higher, at a fifth fewer tokens a second (batch 16 x 512, two learning rates).
 """
 
 import json
@@ -26,7 +26,7 @@ STEP_SECONDS_CAP = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """How to train; all of it is kept in the checkpoint, and only `seconds` may differ when a run is resumed."""
+    """How to train; kept in the checkpoint, and only `seconds` may differ when a run is resumed."""
 
     seconds: float = 5400.0
     batch: int = 12
@@ -43,15 +43,23 @@ class Options:
 def held_out_loss(
     weights: dict[str, Tensor], shape: model.Shape, rows: tuple, dtype: torch.dtype
 ) -> tuple[float, Tensor]:
-    """Loss in nats a token over rows (ids, labels int32 [n, T]), and choices per layer and expert [layers, E]."""
+    """Loss in nats a token over rows (ids, labels int32 [n, T]), and choices per layer and expert."""
     total, tokens, counts = 0.0, 0, torch.zeros(shape.num_hidden_layers, shape.num_experts, dtype=torch.long)
-    for ids, labels in zip(*(torch.from_numpy(part).long().split(16) for part in rows), strict=True):
-        n = int((labels != data.IGNORED).sum())
-        hidden, _, count = model.forward(weights, shape, ids, dtype)
-        total += float(model.cross_entropy(weights, hidden, labels, dtype)) * n
+    ids, labels = (torch.from_numpy(part).long() for part in rows)
+    lengths = ((labels != data.IGNORED) * torch.arange(1, labels.shape[1] + 1)).amax(-1)  # to the last label
+    for batch in lengths.argsort().split(16):  # rows of like length, cut to whole windows
+        end = -(-int(lengths[batch].max()) // shape.sliding_window) * shape.sliding_window
+        part = labels[batch, :end]
+        n = int((part != data.IGNORED).sum())
+        hidden, _, count = model.forward(weights, shape, ids[batch, :end], dtype)
+        total += float(model.cross_entropy(weights, hidden, part, dtype)) * n
         tokens += n
         counts += count
     return total / tokens, counts
+
+
+def _decays(name: str) -> bool:
+    return model.is_ternary(name) or name.endswith("router")
 
 
 class Run:
@@ -63,10 +71,9 @@ class Run:
         self.weights = model.quantize(self.masters)
         self.step_id, self.seconds, self.tokens, self.pass_id, self.row = 0, 0.0, 0, 0, 0
         self.parameters = {name: torch.nn.Parameter(w) for name, w in self.masters.items()}  # the same memory
-        decayed = {name for name in self.masters if model.is_ternary(name) or name.endswith("router")}
         groups = [
-            {"params": [self.parameters[n] for n in self.masters if n in decayed], "weight_decay": options.weight_decay},
-            {"params": [self.parameters[n] for n in self.masters if n not in decayed], "weight_decay": 0.0},
+            {"params": [w for n, w in self.parameters.items() if _decays(n) == decays], "weight_decay": decay}
+            for decays, decay in ((True, options.weight_decay), (False, 0.0))
         ]
         self.adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
@@ -84,7 +91,7 @@ class Run:
 
     @classmethod
     def load(cls, folder: Path, seconds: float | None = None) -> "Run":
-        """Open the run in `folder` where its checkpoint left it, with another length in `seconds` if given."""
+        """Open the run where its checkpoint left it, with another length in `seconds` if given."""
         state = torch.load(folder / "checkpoint.pt", weights_only=True)
         options = Options(**(state["options"] | ({"seconds": seconds} if seconds else {})))
         run = cls(folder, model.Shape(**state["shape"]), options)
@@ -125,7 +132,7 @@ def prepare(folder: Path, corpus: data.Corpus, vocab_size: int, seed: int) -> da
     return data.Documents(corpus, Tokenizer.from_file(str(path)), seed)
 
 
-def train(run: Run, documents: data.Documents, eval_seconds: float = 300.0, save_seconds: float = 180.0) -> None:
+def train(run: Run, documents: data.Documents, eval_seconds: float = 300, save_seconds: float = 180) -> None:
     """Train until the run's seconds are over; logs each 20 steps, saves and evaluates by the clock.
 
     Cost: writes a checkpoint of about 12 bytes a weight every `save_seconds`.
@@ -139,7 +146,8 @@ def train(run: Run, documents: data.Documents, eval_seconds: float = 300.0, save
         print(line, file=log, flush=True)
 
     options = run.options
-    plain, chat = (tuple(p[:96] for p in documents.held_out_rows(options.row_tokens, c)) for c in (False, True))
+    plain, chat = (documents.held_out_rows(options.row_tokens, as_chat) for as_chat in (False, True))
+    plain, chat = tuple(part[:96] for part in plain), tuple(part[:96] for part in chat)
     report(story_tokens=documents.num_story_tokens, weights=sum(w.numel() for w in run.masters.values()))
     next_eval, next_save = run.seconds + eval_seconds, run.seconds + save_seconds
     source = data.batches(documents, options.row_tokens, options.batch, run.pass_id, run.row)
