@@ -28,6 +28,9 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(
+        os, "fsync", lambda file: None
+    )  # hundreds of small files need not survive a power cut
 
 
 @pytest.fixture(scope="session")

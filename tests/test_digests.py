@@ -16,6 +16,7 @@ from spile import digests
 from spile.checkpoint import open_checkpoint
 from spile.digests import check_files, describe, record_files, records_folder
 from spile.errors import CheckpointError, ReadError, WriteError
+from spile.hub import resolve
 from spile.synth import SynthShape, write_checkpoint
 
 EXPERT = "model.layers.1.mlp.switch_mlp.up_proj.weight"
@@ -201,3 +202,15 @@ def test_shard_cut_short_meanwhile_is_an_error(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 10)
     with pytest.raises(ReadError, match="wanted"):
         check_files(checkpoint)
+
+
+def test_golden_model_is_the_recorded_one(golden: Path) -> None:
+    check = check_files(open_checkpoint(golden / "mlx-2bit"))
+    assert check.ok
+    assert "shipped with spile" in check.compared_with[0]
+
+
+def test_demo_model_is_the_recorded_one() -> None:
+    check = check_files(open_checkpoint(resolve(None)))
+    assert check.ok
+    assert "shipped with spile" in check.compared_with[0]

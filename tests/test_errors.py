@@ -7,7 +7,9 @@ from spile.errors import ReadError, SpileError, quote
 
 
 def test_every_error_is_a_spile_error_and_keeps_its_hint() -> None:
-    classes = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)]
+    classes = [
+        item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
+    ]
     assert len(classes) == 11
     for kind in classes:
         error = kind("what is wrong", "what to do")
@@ -31,7 +33,9 @@ def test_a_read_error_holds_file_offset_wanted_and_got() -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["a\nb", "\x1b[31m", "\ud800", "é" * 500, ["x"] * 1000, {"a": 1}, None, 10**400])
+@pytest.mark.parametrize(
+    "value", ["a\nb", "\x1b[31m", "\ud800", "é" * 500, ["x"] * 1000, {"a": 1}, None, 10**400]
+)
 def test_a_quoted_value_is_one_short_line_of_printable_ascii(value: object) -> None:
     shown = quote(value)
     assert shown.isascii()

@@ -1,17 +1,13 @@
 """The promise: the same tokens give the same bits, wherever the weights lie and however the work is cut.
 
-One number stands for a run: the SHA-256 of the logits [T, V] of a prompt of five windows and of some decoded
-tokens. Run as a script, with folders as arguments, this file prints the hashes that its own SPILE_ISA gives.
+One number stands for a run: the SHA-256 of the logits [T, V] of a prompt and of some decoded tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from spile import _core
 from spile.architectures.maple import open_maple
 from spile.checkpoint import open_checkpoint
 from spile.engines import EngineOptions, open_engine
+from spile.errors import OptionError
 from spile.synth import SynthShape, write_checkpoint
 
 WINDOW = 16
@@ -49,7 +46,9 @@ SHAPES = {
         sliding_window=WINDOW,
         full_attention_interval=2,
     ),
-    # More experts than a chunk can want, fewer chosen than slots in the smallest pool of a wide layer.
+    # More experts than some chunks want.
+    # Longer than blocks and rings of the cache, by sizes that do not divide each other.
+    "long": SynthShape(num_hidden_layers=2, sliding_window=100, full_attention_interval=2),
     "many": SynthShape(num_hidden_layers=2, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=64),
 }
 
@@ -72,7 +71,7 @@ def run(folder: Path, **options: Any) -> str:
     """Return the hash of a prompt's logits and of those of some tokens decoded after it."""
     engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
     state = engine.new_state()
-    logits = engine.logits(state, prompt(engine.vocab_size))
+    logits = engine.logits(state, prompt(engine.vocab_size, 430 if folder.name == "long" else NUM_TOKENS))
     assert np.isfinite(logits).all()
     sha = hashlib.sha256(logits.tobytes())
     token = int(logits[-1].argmax())
@@ -89,8 +88,7 @@ def pool_sizes(folder: Path) -> list[int]:
     """Return numbers of slots from the smallest pool to one that holds everything."""
     config = open_maple(open_checkpoint(folder)).config
     everything = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
-    smallest = config.num_experts_per_tok
-    return sorted({smallest, smallest + 1, everything // 2, everything - 1, everything})
+    return sorted({1, config.num_experts_per_tok, everything // 2, everything - 1, everything})
 
 
 def ways(folder: Path) -> list[dict[str, Any]]:
@@ -122,19 +120,48 @@ def test_whole_product_changes_no_bit(name: str, folders: dict[str, Path]) -> No
     print(f"{name}: {runs} runs gave {wanted[:16]}")
 
 
-@pytest.mark.parametrize("isa", list(_core.isas()))
-def test_instruction_set_changes_no_bit(isa: str, folders: dict[str, Path]) -> None:
-    source = str(Path(sys.modules["spile"].__file__ or "").parent.parent)
-    path = os.pathsep.join([source, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, __file__, *map(str, folders.values())],
-        env={**os.environ, "SPILE_ISA": isa, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout)
-    assert found == {str(folder): [run(folder)] for folder in folders.values()}
+@pytest.mark.parametrize("name", ["window", "tails", "many", "groups", "long"])
+def test_instruction_sets_change_no_bit(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = run(folders[name])
+    for isa in _core.isas():
+        monkeypatch.setenv("SPILE_ISA", isa)
+        for options in ({"threads": 2}, {"slots": 3, "prefill_chunk": 7}):
+            assert run(folders[name], **options) == wanted, (isa, options)
+
+
+def test_unknown_instruction_set_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPILE_ISA", "mmx")
+    with pytest.raises(OptionError, match="mmx"):
+        run(folders["window"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill_chunk": 50}, {"prefill_chunk": 128}, {"prefill_chunk": 129, "slots": 9}]
+)
+def test_long_prompt_across_blocks_of_the_cache_is_the_same(
+    options: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    """The cache has blocks of 128 positions, and a ring of them on sliding layers: cross both."""
+    assert run(folders["long"], **options) == run(folders["long"])
+
+
+def test_router_ties_go_to_the_lower_experts(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["window"], tmp_path / "ties")
+    checkpoint = open_checkpoint(tmp_path / "ties")
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(".mlp.gate.weight"):
+            with checkpoint.shards[tensor.shard].open("r+b") as file:
+                file.seek(tensor.offset)
+                file.write(bytes(tensor.nbytes))
+    engine = open_engine(open_maple(checkpoint), EngineOptions(kv_bits=32, activation_bytes=3))
+    ids = prompt(engine.vocab_size)
+    found = engine.logits(engine.new_state(), ids)
+    engine.close()
+    assert np.abs(found - Reference(tmp_path / "ties").logits(ids)).max() < 1e-4
 
 
 @pytest.mark.parametrize("chunk", [8, 16, 17, 64, None])
@@ -197,12 +224,12 @@ def test_states_do_not_disturb_each_other_and_prompts_may_come_in_pieces(folders
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["window", "tails", "many", "groups"])
+@pytest.mark.parametrize("name", [*SHAPES, "groups"])
 def test_logits_are_those_of_float64(name: str, folders: dict[str, Path]) -> None:
     """Three bytes and 32-bit KV leave only float32 rounding; a near-tie of the router would be a jump."""
     options = EngineOptions(kv_bits=32, activation_bytes=3, slots=pool_sizes(folders[name])[0])
     engine = open_engine(open_maple(open_checkpoint(folders[name])), options)
-    ids = prompt(engine.vocab_size)
+    ids = prompt(engine.vocab_size, 430 if name == "long" else NUM_TOKENS)
     found = engine.logits(engine.new_state(), ids)
     reference = Reference(folders[name])
     wanted: NDArray[np.float64] = reference.logits(ids)
@@ -210,12 +237,3 @@ def test_logits_are_those_of_float64(name: str, folders: dict[str, Path]) -> Non
     print(f"{name}: largest difference {worst:.1e}, closest routing {reference.router_margin:.1e}")
     assert worst < 5e-4
     engine.close()
-
-
-def main() -> None:
-    options: list[dict[str, Any]] = [{"prefill_chunk": 1}, {"threads": 2}, {"slots": 3, "prefill_chunk": 7}]
-    print(json.dumps({name: sorted({run(Path(name), **each) for each in options}) for name in sys.argv[1:]}))
-
-
-if __name__ == "__main__":
-    main()

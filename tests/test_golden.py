@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from spile.convert import convert_folder
 
 import spile
 from reference import Reference
 from spile.architectures.maple import open_maple
 from spile.checkpoint import open_checkpoint
+from spile.convert import convert_folder
 from spile.engines import EngineOptions, open_engine
 
 # Two bytes an activation are within 4e-3 of float64 on this model, and the golden logits are float32: 8e-3

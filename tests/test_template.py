@@ -26,7 +26,9 @@ CHATML = """{% for message in messages %}
 
 
 def test_blocks_are_trimmed_as_templates_expect() -> None:
-    text = render("{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n", USER)
+    text = render(
+        "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}\n", USER
+    )
     assert text == "user\n"
 
 
@@ -56,7 +58,10 @@ def test_json_escapes_nothing_and_keeps_order() -> None:
 
 
 def test_loop_controls_generation_blocks_and_dates_work() -> None:
-    assert render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER) == "1"
+    assert (
+        render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", USER)
+        == "1"
+    )
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}!", USER) == "Hi!"
     assert render("{{ strftime_now('%Y') | length }}", USER) == "4"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spile import digests
 from spile import verify as module
 from spile.checkpoint import open_checkpoint
 from spile.digests import record_files
@@ -18,8 +19,9 @@ from spile.verify import Row, heading, line, verify
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "SHIPPED_RECORDS", tmp_path / "none")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-# glibc gives large blocks back to the system at once, and every step pays for the page faults again: keeping them,
-# in huge pages, took a step from 3.9 s to 2.2 s (2 cores, Zen 4). It must be set before the process starts.
+# glibc gives large blocks back to the system at once, and every step pays for the page faults again: keeping
+# them, in huge pages, took a step from 3.9 s to 2.2 s (2 cores, Zen 4). Read when a process starts.
 _ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -35,11 +35,11 @@ def _arguments() -> argparse.Namespace:
         add("--stories", type=Path, required=True, help="gzipped text, a line <|endoftext|> after each story")
         add("--chat", type=Path, required=True, help="gzipped JSON lines of prompt and response")
         add("--run", type=Path, required=True, help="folder of the checkpoint, log and tokenizer")
-        add("--threads", type=int, default=os.cpu_count())
         if name == "export":
             add("--out", type=Path, required=True, help="folder of the model")
             continue
-        add("--resume", action="store_true", help="continue the run's checkpoint; of the rest only --seconds counts")
+        add("--workers", type=int, default=os.cpu_count(), help="processes, of one thread each")
+        add("--resume", action="store_true", help="continue the checkpoint; of the rest --seconds counts")
         for option, default in _option_defaults().items():
             add(f"--{option.replace('_', '-')}", type=type(default), help=f"default {default}")
     return parser.parse_args()
@@ -56,9 +56,9 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | _ALLOCATOR)
     arguments = _arguments()
     import torch
+
     from demo import data, export, model, train
 
-    torch.set_num_threads(arguments.threads)
     arguments.run.mkdir(parents=True, exist_ok=True)
     if arguments.command == "train" and not arguments.resume:
         given = {name: getattr(arguments, name) for name in _option_defaults()}
@@ -69,7 +69,8 @@ def main() -> None:
     corpus = data.read_corpus(arguments.stories, arguments.chat, run.options.num_held_out)
     documents = train.prepare(arguments.run, corpus, run.shape.vocab_size, run.options.seed)
     if arguments.command == "train":
-        train.train(run, documents)
+        torch.set_num_threads(1)
+        train.train(run, documents, arguments.workers)
     else:
         export.export(run, documents, arguments.out)
 

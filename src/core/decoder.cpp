@@ -8,7 +8,7 @@
 namespace spile {
 namespace {
 
-constexpr int kRowsPerItem = 64;    // 32 kB of codes at 2,048 wide: long against a loop's start, short against a layer
+constexpr int kRowsPerItem = 128;  // 64 kB of codes at 2,048 wide: the first few kB of an item are not fetched ahead
 constexpr int kHeadRowsPerItem = 256;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffer.h"
 #include "kernels.h"
 #include "kv_cache.h"
 #include "threads.h"
@@ -91,11 +92,11 @@ class Decoder {
   int T_ = 0;
   int heads_per_kv_, q_size_, kv_size_, value_stride_;
 
-  std::vector<float> h_, x_, q_, k_, v_, attended_, probabilities_, outputs_, gate_, up_, rope_;
-  std::vector<int8_t> planes_, attended_planes_, pair_planes_, dense_planes_;
+  Buffer<float> h_, x_, q_, k_, v_, attended_, probabilities_, outputs_, gate_, up_, rope_;
+  Buffer<int8_t> planes_, attended_planes_, pair_planes_, dense_planes_;
   std::vector<int32_t> groups_;
   std::vector<Fixed> fixed_, attended_fixed_, pair_fixed_;
-  std::vector<float> partials_;
+  Buffer<float> partials_;
   std::vector<std::vector<float>> thread_partials_;
   std::vector<int32_t> chosen_;   // [T, K] ascending
   std::vector<float> weights_;    // [T, K]

@@ -38,7 +38,7 @@ static inline void tile8(const uint8_t* const* rows, size_t n, const int8_t* con
       for (int r = 0; r < R; ++r) {
         if (at + 32 <= nbytes) {
           raw[r] = load32(rows[r] + at);
-          if (FETCH && at % 64 == 0) _mm_prefetch((const char*)(rows[r] + at + kFetchAhead), _MM_HINT_T0);
+          if (FETCH && r % 2 == 0) _mm_prefetch((const char*)(rows[0] + at * R + (size_t)r * 32 + kFetchAhead), _MM_HINT_T0);
         } else {
           alignas(32) uint8_t rest[32] = {};
           __builtin_memcpy(rest, rows[r] + at, nbytes - at);

@@ -51,7 +51,7 @@ static inline void tile(const uint8_t* const* rows, size_t n, const int8_t* cons
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       raw[r] = _mm512_loadu_si512(rows[r] + at);
-      if (FETCH) _mm_prefetch((const char*)(rows[r] + at + kFetchAhead), _MM_HINT_T0);
+      if (FETCH) _mm_prefetch((const char*)(rows[0] + at * R + (size_t)r * 64 + kFetchAhead), _MM_HINT_T0);
     }
     step<R, C>(raw, cols, at * 4, acc);
   }

@@ -22,10 +22,13 @@ struct Fixed {
 // Bytes of one plane of n entries, padding included. Planes are zero behind their last entry.
 inline size_t plane_nbytes(size_t n) { return (n + 255) / 256 * 256; }
 
-// Entries of `groups` for n inputs, and bytes of codes that a streaming kernel fetches ahead of its use: a page or two, for
-// the hardware's own prefetch stops at page ends and a tile of eight rows comes back to each page many times.
+// Entries of `groups` for n inputs, padding included.
 inline size_t num_group_sums(size_t n) { return (n / 64 + 15) / 16 * 16; }
-constexpr size_t kFetchAhead = 8192;
+
+// How far ahead of their use the streaming kernels fetch codes, in the order of memory: a tile of eight rows visits its lines
+// in an order that the hardware's prefetchers do not follow, and they stop at page ends. Measured on Zen 4, weights in memory,
+// GMAC/s a core: 30 without, 34 in the order of use, 65 in the order of memory (95 in huge pages); 1 kB to 32 kB tried.
+constexpr size_t kFetchAhead = 4096;
 
 enum class Layout { kTernary, kNibble };  // the order in which a plane's bytes lie, per the codes they meet
 

@@ -101,7 +101,7 @@ nb::ndarray<nb::numpy, float> ternary_linear(Array<const float, 2> x, Array<cons
   const Kernels* kernels = kernels_or_throw(isa);
   const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
   if (codes.shape(1) * 16 != n || alpha.shape(0) != out) throw nb::value_error("shapes of x, codes and alpha disagree");
-  std::vector<int8_t> planes(T * 3 * plane_nbytes(n));
+  Buffer<int8_t> planes(T * 3 * plane_nbytes(n));
   std::vector<Fixed> fixed(T);
   std::vector<const Fixed*> xs(T);
   std::vector<float> y(T * out);
@@ -121,7 +121,7 @@ nb::ndarray<nb::numpy, float> affine4_linear(Array<const float, 2> x, Array<cons
   const Kernels* kernels = kernels_or_throw(isa);
   const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
   if (codes.shape(1) * 8 != n || scales.shape(1) * 64 != n) throw nb::value_error("shapes of x, codes and scales disagree");
-  std::vector<int8_t> planes(T * 3 * plane_nbytes(n));
+  Buffer<int8_t> planes(T * 3 * plane_nbytes(n));
   std::vector<int32_t> groups(T * num_group_sums(n));
   std::vector<Fixed> fixed(T);
   std::vector<const Fixed*> xs(T);

@@ -112,8 +112,11 @@ def generate(
         str, _option("--memory", metavar="SIZE", help="Bound of the whole process, such as 630MB.")
     ] = "auto",
     threads: Annotated[int | None, _option("--threads", help="Default: the physical cores.")] = None,
-    io: Annotated[str, _option("--io", metavar="MODE", help="auto, buffered or direct.")] = "auto",
+    io: Annotated[str, _option("--io", metavar="MODE", help="auto, buffered, direct or mapped.")] = "auto",
     kv_bits: _KvBits = 16,
+    context: Annotated[
+        int | None, _option("--context", help="Tokens of prompt and answer. Default: what has room.")
+    ] = None,
     offline: _Offline = False,
     json: _Json = False,
     verbose: Annotated[bool, _option("--verbose", help="Say more on standard error.")] = False,
@@ -138,6 +141,7 @@ def generate(
         threads=threads,
         io=io,
         kv_bits=kv_bits,
+        context=context,
         offline=offline,
         on_note=_note,
     ) as loaded:
@@ -347,7 +351,6 @@ def _answer(
     from spile.terminal import Progress, Stdout, summary_lines
 
     stdout = Stdout(sys.stdout)
-    # Where both go to one terminal, the text is the progress.
     progress = Progress(sys.stderr, loaded.counters, shares_screen=stdout.is_terminal and not json)
     stream = loaded.stream(text, raw=raw, system=system, on_prefill=progress.prefill, **changes)
     _note(loaded.summary or "", word="")

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,7 @@ from spile.errors import CheckpointError, ReadError, WriteError
 FORMAT = 1
 READ_NBYTES = 4 << 20  # one pread; larger ones are no faster here
 DIGEST_NBYTES = 16  # SHA-256, cut: a record of the 20B model is 0.7 MB instead of 1.3
-SHIPPED_RECORDS = Path(__file__).parent / "records"
+SHIPPED_RECORDS = Path(__file__).parent / "records"  # made by `spile verify MODEL --manifest FILE`
 
 Digests = Mapping[str, tuple[str, ...]]  # tensor name, or "config.json" -> one digest, or one an expert
 
@@ -122,7 +121,11 @@ def check_files(
             fewest: list[str] = min(candidates, key=len)
             damaged += fewest
         else:
-            _write_records(manifest, _key(checkpoint), [_record_of(checkpoint, digests)])
+            record_of_copies = {
+                **_record_of(checkpoint, digests),
+                "folder": "",
+            }  # it travels: no path of ours
+            _write_records(manifest, _key(checkpoint), [record_of_copies])
             recorded_in = str(manifest)
     else:
         found = None if record else _compare_with_records(checkpoint, digests)
@@ -270,8 +273,9 @@ def _compare_with_records(checkpoint: Checkpoint, digests: Digests) -> tuple[str
     """
     key, folder = _key(checkpoint), str(checkpoint.folder.resolve())
     best: tuple[int, str, list[str]] | None = None
-    for source, path in (("shipped with spile", SHIPPED_RECORDS), ("in your cache", records_folder())):
-        for each in _read_records(path / f"{key}.json", key):
+    sources = [("shipped with spile", path) for path in sorted(SHIPPED_RECORDS.glob("*.json"))]
+    for source, path in [*sources, ("in your cache", records_folder() / f"{key}.json")]:
+        for each in _read_records(path, key):
             names = _differences(each["digests"], digests)
             same_folder = each["folder"] == folder
             if (same_folder or 2 * len(names) < sum(map(len, digests.values()))) and (
@@ -325,16 +329,15 @@ def _read_records(path: Path, key: str) -> list[dict[str, Any]]:
 
 def _write_records(path: Path, key: str, records: list[dict[str, Any]]) -> None:
     """Write a file of records, whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            with os.fdopen(fd, "w") as file:
+            with partial.open("w") as file:
                 json.dump({"format": FORMAT, "key": key, "records": records}, file, separators=(",", ":"))
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise WriteError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -8,7 +8,7 @@ counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ def generate(
     decoder: Decoder | None = None,
     on_prefill: OnPrefill | None = None,
     requested: float | None = None,
-) -> Iterator[Chunk]:
+) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
     Without a decoder chunks have no text. `requested` is the `time.perf_counter()` of the request, now by

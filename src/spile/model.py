@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,9 @@ class Model:
         self._on_note = on_note or _warn
         self._resources = resources or ExitStack()
         self._closed = False
+        self._streams: WeakSet[Generator[Chunk, None, None]] = (
+            WeakSet()
+        )  # whose states must go before the engine
         self.sampling, notes = sampling_of(sidecar.generation_config)
         for note in (*sidecar.notes, *notes):
             self._on_note(note)
@@ -161,11 +165,11 @@ class Model:
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
             if not tokenizer.is_learned:  # a prompt of ids, before any text
-                self._make_room(tokenizer)
+                self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
         check_prompt(len(token_ids), engine.context)
-        return generate(
+        chunks = generate(
             engine,
             token_ids,
             sampling=options,
@@ -175,6 +179,8 @@ class Model:
             on_prefill=on_prefill,
             requested=requested,
         )
+        self._streams.add(chunks)
+        return self._while_open(chunks)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
         """Turn a prompt into token ids, as `stream` does."""
@@ -193,7 +199,7 @@ class Model:
                 "Put the model's tokenizer.json beside its weights.",
             )
         text = self._text_of(prompt, raw, system)  # type: ignore[arg-type]
-        self._make_room(self.tokenizer)
+        self._make_room(self.tokenizer, text)
         token_ids = self.tokenizer.encode(text)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
@@ -206,6 +212,8 @@ class Model:
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice."""
         self._closed = True
+        for chunks in list(self._streams):
+            chunks.close()
         engine, self._engine = self._engine, None
         try:
             if engine is not None:
@@ -245,10 +253,19 @@ class Model:
         found = {name: text for name in names if (text := self._sidecar.special_token(name)) is not None}
         return render(template, messages, special_tokens=found)
 
-    def _make_room(self, tokenizer: Tokenizer) -> None:
+    def _make_room(self, tokenizer: Tokenizer, text: str) -> None:
         """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""
         if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
-            self._engine.lend(tokenizer.load_nbytes)
+            self._engine.lend(tokenizer.encode_nbytes(text))
+
+    def _while_open(self, chunks: Generator[Chunk, None, None]) -> Iterator[Chunk]:
+        with closing(chunks):
+            while True:
+                self._check_open()
+                try:
+                    yield next(chunks)
+                except StopIteration:
+                    return
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         checked = [int(token_id) for token_id in token_ids]
@@ -323,9 +340,8 @@ def load(
             maple = _convert(maple, cleanup, tell)
         tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
         sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
-        tokenizer_nbytes = 0 if tokenizer is None or tokenizer.keep else tokenizer.load_nbytes
         return Model(
-            open_engine=lambda: _open_engine(maple, options, tokenizer_nbytes),
+            open_engine=lambda: _open_engine(maple, options, tokenizer),
             config=checkpoint.config,
             sidecar=sidecar,
             tokenizer=tokenizer,
@@ -343,11 +359,11 @@ def _engine_options(**values: Any) -> EngineOptions:
     return EngineOptions(**values)
 
 
-def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer_nbytes: int) -> Engine:
+def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer: Tokenizer | None) -> Engine:
     from spile.engines import open_engine
 
-    engine: Engine = open_engine(maple, options, tokenizer_nbytes=tokenizer_nbytes)
-    return engine
+    tokenizer_nbytes = 0 if tokenizer is None or tokenizer.keep else tokenizer.load_nbytes
+    return open_engine(maple, options, tokenizer_nbytes=tokenizer_nbytes)
 
 
 def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:

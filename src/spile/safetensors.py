@@ -134,13 +134,17 @@ def _check_start(path: Path, start: bytes, file_nbytes: int) -> int:
     """Return the header's length, once it is known to lie inside the file."""
     if file_nbytes == 0:
         raise CheckpointError(f"{path} is empty", f"Is this {_INCOMPLETE}")
+    if file_nbytes < 8:
+        raise CheckpointError(
+            f"{path} has only {file_nbytes} bytes, too few for a header", f"Is this {_INCOMPLETE}"
+        )
     header_nbytes = int.from_bytes(start[:8], "little")
     plausible = 2 <= header_nbytes <= LARGEST_HEADER_NBYTES
     if file_nbytes >= 10 and plausible and header_nbytes <= file_nbytes - 8:
         if start[8:9] != b"{":
             raise CheckpointError(f"{path} is not a safetensors file: {guess_content(start)}")
         return header_nbytes
-    if plausible and (start[8:9] == b"{" or file_nbytes <= 8):
+    if plausible and (start[8:9] == b"{" or file_nbytes == 8):
         raise CheckpointError(
             f"{path} ends at {file_nbytes:,} bytes, inside its header of {header_nbytes:,}",
             f"Is this {_INCOMPLETE}",

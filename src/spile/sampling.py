@@ -58,6 +58,8 @@ class Sampler:
             count = _count_kept(weights, float(weights.sum()), sampling)
             return token_ids[:count], gaps[:count]
         all_gaps = logits - logits.max()
+        if sampling.top_p == 1 and sampling.min_p == 0:
+            return np.arange(len(logits)), all_gaps
         all_weights = np.exp(all_gaps)
         if sampling.top_p == 1:
             token_ids = np.flatnonzero(all_weights >= sampling.min_p)

@@ -7,6 +7,7 @@ expert's bytes lie does not depend on how they came. It knows nothing of layers,
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -156,7 +157,11 @@ def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 def private_memory(nbytes: int) -> mmap.mmap:
     """Reserve anonymous pages; they are taken when first written, and go with the object."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 1 << 26 and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _open(path: Path, direct: bool) -> int:

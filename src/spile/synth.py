@@ -33,7 +33,7 @@ from spile.architectures.maple import (
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
 from spile.experts import decode_bf16, encode_bf16
 from spile.synth_tokenizer import NUM_BYTES, tokenizer_files, write_tokenizer_file
-from spile.writer import ShardWriter, Spec, atomic_folder, split_shards, write_index, write_json
+from spile.writer import ShardWriter, Spec, atomic_folder, count_units, split_shards, write_index, write_json
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -146,8 +146,8 @@ def write_checkpoint(
         raise OptionError(f"seed {seed} is negative")
     specs = _specs(shape, Form.GROUP_SCALES if group_scales else Form.ROW_ALPHA)
     count = shape.num_shards if shards is None else shards
-    if not 1 <= count <= len(specs):
-        raise OptionError(f"{count} shards are not possible: this shape has {len(specs)} tensors")
+    if not 1 <= count <= count_units(specs):
+        raise OptionError(f"{count} shards are not possible: this shape can fill 1 to {count_units(specs)}")
     total, done = sum(spec.nbytes for spec in specs), 0
     with atomic_folder(folder, total) as partial:
         parts = split_shards(specs, count)

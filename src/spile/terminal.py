@@ -1,7 +1,7 @@
 """Turns progress and statistics into lines for a person, on standard error; text into safe text on standard
 output.
 
-It does not know models or commands. Plain writes and two escape codes, on purpose: a library for this takes
+It does not know models or commands. Plain writes and a few escape codes, on purpose: a library for this takes
 more memory than it is worth inside a budget that counts every page of the process.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spile.generate import Stats
 
 _ERASE_LINE = "\r\x1b[K"
+_FEWEST_ROWS = 4  # of a screen that can spare one
 _SECONDS_BETWEEN = 0.1  # of two updates of the live line
 # What a model writes must not drive the terminal: control characters but tab and newline are shown as '?'.
 _CONTROLS = {code: "?" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
@@ -82,14 +83,16 @@ class LiveLine:
             return
         self._shown_at = now
         self._is_shown = True
-        text = make_text()[: _columns(self.stream) - 1]
-        self._write(f"{_ERASE_LINE}{text}")
+        self._write(self._place(make_text()))
 
     def clear(self) -> None:
         """Take the line away."""
         if self._is_shown:
             self._is_shown = False
             self._write(_ERASE_LINE)
+
+    def _place(self, text: str) -> str:
+        return f"{_ERASE_LINE}{text[: _screen(self.stream)[0] - 1]}"
 
     def _write(self, text: str) -> None:
         try:
@@ -99,39 +102,68 @@ class LiveLine:
             self.is_enabled = False
 
 
+class BottomLine(LiveLine):
+    """A live line in the last row, for when the answer appears on the same screen.
+
+    While it is shown, the terminal scrolls only the rows above it (DECSTBM, as apt and others do); they go to
+    the scrollback as ever. A screen of few rows, or one that is no terminal, has no such line.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._rows = 0  # of the screen, as far as the line is shown
+
+    def clear(self) -> None:
+        """Take the line away and let all rows scroll again."""
+        if self._is_shown:
+            self._is_shown = False
+            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[K\x1b8")
+            self._rows = 0
+
+    def _place(self, text: str) -> str:
+        columns, rows = _screen(self.stream)
+        if rows < _FEWEST_ROWS:
+            return ""
+        begin = ""
+        if rows != self._rows:  # at first, and when the terminal was resized
+            # A new line and one up again: the cursor may have been in the last row.
+            begin = f"\x1bD\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8"
+            self._rows = rows
+        return f"{begin}\x1b7\x1b[{rows};1H\x1b[K{text[: columns - 1]}\x1b8"
+
+
 class Progress:
     """The live line of one answer: the prompt's part that is read, then speed, memory and hits.
 
-    With `shares_screen` the answer's text appears where the line is, so the line goes when the text begins.
+    With `shares_screen` the answer's text appears on the same screen: the line then moves to the last row.
     """
 
     def __init__(
         self, stream: TextIO, counters: Callable[[], Counters | None], *, shares_screen: bool
     ) -> None:
-        self._live = LiveLine(stream)
+        self._line = LiveLine(stream)
+        self._answer_line = BottomLine(stream) if shares_screen else self._line
         self._counters = counters
-        self._shares_screen = shares_screen
         self._started = time.monotonic()
         self._first = self._started
         self._num_tokens = 0
 
     def prefill(self, done: int, total: int) -> None:
         """Say that so many tokens of the prompt were read."""
-        self._live.show(lambda: prefill_text(done, total, time.monotonic() - self._started))
+        self._line.show(lambda: prefill_text(done, total, time.monotonic() - self._started))
 
     def token(self) -> None:
         """Say that a token of the answer came."""
         if self._num_tokens == 0:
             self._first = time.monotonic()
+            self._line.clear()
         self._num_tokens += 1
-        if self._shares_screen:
-            self._live.clear()
-        else:
-            self._live.show(self._generation_text)
+        self._answer_line.show(self._generation_text)
 
     def close(self) -> None:
         """Take the line away."""
-        self._live.clear()
+        self._line.clear()
+        self._answer_line.clear()
 
     def _generation_text(self) -> str:
         counters = self._counters()
@@ -188,8 +220,10 @@ def _rate(tokens_per_second: float | None) -> str:
     return "- tok/s" if tokens_per_second is None else f"{tokens_per_second:,.1f} tok/s"
 
 
-def _columns(stream: TextIO) -> int:
+def _screen(stream: TextIO) -> tuple[int, int]:
+    """Return columns and rows."""
     try:
-        return max(os.get_terminal_size(stream.fileno()).columns, 20)
+        columns, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
-        return 80
+        columns, rows = 0, 0
+    return columns or 80, rows or 24  # some terminals say 0

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spile import memory
 from spile.errors import TextError, quote
@@ -27,6 +25,8 @@ from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
 # more for others.
 _ENTRY_NBYTES = 800
 _FILE_FACTOR = 3
+_CHARACTER_NBYTES = 200  # of what `tokenizers` returns: 57 for 200,000 characters, 178 for two million
+_SPREAD = 1.2  # a second load finds memory in pieces: 79 MB where the first took 70
 _CHATML_END = ("<|im_end|>", "<|endoftext|>")
 
 
@@ -51,7 +51,7 @@ class _Vocabulary:
     special_ids: frozenset[int]
     bos_ids: tuple[int, ...]  # what a text has to begin with; empty for most
     blob: bytes = b""
-    offsets: NDArray[np.uint32] | None = field(default=None)  # [num_entries + 1]
+    offsets: array[int] | None = None  # 32 bits each, [num_entries + 1]
 
     def bytes_of(self, token_id: int) -> bytes:
         assert self.offsets is not None, "asked for bytes without a table"
@@ -73,6 +73,7 @@ class Tokenizer:
         self._config = config
         self._loaded: Any = None  # tokenizers.Tokenizer
         self._vocabulary: _Vocabulary | None = None
+        self._measured_nbytes: int | None = None
 
     @property
     def chat_template(self) -> str | None:
@@ -91,9 +92,9 @@ class Tokenizer:
 
     @property
     def load_nbytes(self) -> int:
-        """Bytes that loading takes at most, above what the process holds without it: an estimate from the
-        sizes.
-        """
+        """Bytes that loading takes: measured, once a load has set the process's peak; else estimated."""
+        if self._measured_nbytes is not None:
+            return self._measured_nbytes
         if self._vocabulary is not None:
             num_entries = self._vocabulary.num_entries
         else:
@@ -104,6 +105,10 @@ class Tokenizer:
         except OSError:
             file_nbytes = 0
         return num_entries * _ENTRY_NBYTES + file_nbytes * _FILE_FACTOR
+
+    def encode_nbytes(self, text: str) -> int:
+        """Bytes that encoding this text takes at most, loading included."""
+        return self.load_nbytes + len(text) * _CHARACTER_NBYTES
 
     @property
     def num_entries(self) -> int:
@@ -187,6 +192,7 @@ class Tokenizer:
         if self._loaded is None:
             import tokenizers
 
+            before, peak_before = memory.current_memory_bytes(), memory.peak_memory_bytes()
             try:
                 loaded = tokenizers.Tokenizer.from_file(str(self.path))
             except Exception as error:  # the library raises nothing narrower
@@ -196,6 +202,9 @@ class Tokenizer:
                 ) from error
             loaded.no_truncation()  # a limit in the file would silently cut prompts
             loaded.no_padding()
+            peak = memory.peak_memory_bytes()
+            if peak > peak_before and self._measured_nbytes is None:
+                self._measured_nbytes = int((peak - before) * _SPREAD)
             self._loaded = loaded
         return self._loaded
 
@@ -214,7 +223,7 @@ def open_tokenizer(folder: Path, *, config: Mapping[str, Any], keep: bool = True
 
 
 class _ByteDecoder:
-    """Joins the bytes of entries; Python's incremental decoder holds back what is not a whole character yet."""
+    """Joins the bytes of entries; an incremental decoder holds back half characters."""
 
     def __init__(self, vocabulary: _Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -262,33 +271,32 @@ class _PrefixDecoder:
 
 
 def _read_vocabulary(loaded: Any, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
-    """Read what is needed once `tokenizers` is gone: one walk over all entries, no dictionary of them."""
+    """Read what is needed once `tokenizers` is gone."""
     added = loaded.get_added_tokens_decoder()  # {id: AddedToken}
     special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-    texts = _entry_texts(loaded, config, max(added, default=-1))
-    num_entries = len(texts)
-    blob, offsets = b"", None
-    if _is_byte_level(loaded.decoder):
-        byte_of = _byte_alphabet()
-        pieces = [
-            added[token_id].content.encode() if token_id in added else _entry_bytes(text, byte_of)
-            for token_id, text in enumerate(texts)
-        ]
-        blob = b"".join(pieces)
-        offsets = np.zeros(num_entries + 1, np.uint32)
-        np.cumsum(np.fromiter(map(len, pieces), np.uint32, num_entries), out=offsets[1:])
+    is_byte_level = _is_byte_level(loaded.decoder)
+    byte_of = _byte_alphabet()
+    blob, offsets = bytearray(), array("I", [0])
+    num_entries = 0
+    for token_id, text in _entries(loaded, config, max(added, default=-1)):
+        if is_byte_level and text is not None:
+            blob += added[token_id].content.encode() if token_id in added else _entry_bytes(text, byte_of)
+        offsets.append(len(blob))
+        if text is not None:
+            num_entries = token_id + 1
     return _Vocabulary(
         num_entries=num_entries,
         eos_ids=_find_eos_ids(loaded, sidecar, config, special_ids),
         special_ids=special_ids,
         bos_ids=_find_bos_ids(loaded, sidecar),
-        blob=blob,
-        offsets=offsets,
+        blob=bytes(blob),
+        offsets=offsets[: num_entries + 1] if is_byte_level else None,
     )
 
 
-def _entry_texts(loaded: Any, config: Mapping[str, Any], last_added: int) -> list[str]:
-    """Return every entry as the vocabulary writes it, '' where an id has none.
+def _entries(loaded: Any, config: Mapping[str, Any], last_added: int) -> Iterator[tuple[int, str | None]]:
+    """Yield every id with its entry as the vocabulary writes it: one at a time, as a dictionary of them is
+    large.
 
     Ids may have gaps, so the walk ends when as many entries were seen as there are, or past the model's last
     row.
@@ -296,24 +304,18 @@ def _entry_texts(loaded: Any, config: Mapping[str, Any], last_added: int) -> lis
     vocab_size = config.get("vocab_size")
     num_wanted = loaded.get_vocab_size(with_added_tokens=True)
     end = max(last_added + 1, num_wanted, vocab_size if isinstance(vocab_size, int) else 0)
-    texts: list[str] = []
-    last = -1
     for token_id in range(end):
         text = loaded.id_to_token(token_id)
-        texts.append(text or "")
-        if text is not None:
-            last = token_id
-            num_wanted -= 1
-            if num_wanted == 0 and token_id >= last_added:
-                break
-    del texts[last + 1 :]
-    return texts
+        yield token_id, text
+        num_wanted -= text is not None
+        if num_wanted == 0 and token_id >= last_added:
+            return
 
 
 def _find_eos_ids(
     loaded: Any, sidecar: Sidecar, config: Mapping[str, Any], special_ids: frozenset[int]
 ) -> frozenset[int]:
-    """Merge the end tokens of all files. A ChatML model ends at both of its markers, whatever the files say."""
+    """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case."""
     eos_ids = set(eos_ids_of(config) | eos_ids_of(sidecar.generation_config))
     named = sidecar.special_token("eos_token")
     if named is not None and (token_id := loaded.token_to_id(named)) is not None:

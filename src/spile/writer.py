@@ -9,6 +9,7 @@ tensors mean.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -102,21 +103,34 @@ class ShardWriter:
 
 
 def split_shards(specs: Sequence[Spec], count: int) -> dict[str, list[Spec]]:
-    """Cut a list of tensors into `count` runs of about the same size; the keys are the files' names."""
-    assert 1 <= count <= len(specs), f"{count} shards for {len(specs)} tensors"
+    """Cut a list of tensors into `count` runs of about the same size; the keys are the files' names.
+
+    The tensors of one layer (`x.weight`, `x.row_alpha`) stay together, so `count_units` is the most shards.
+    """
+    units = _units(specs)
+    assert 1 <= count <= len(units), f"{count} shards for {len(units)} units"
     if count == 1:
         return {"model.safetensors": list(specs)}
     total = sum(spec.nbytes for spec in specs)
     shards: list[list[Spec]] = [[]]
     done = 0
-    for position, spec in enumerate(specs):
-        left = len(specs) - position
+    for position, unit in enumerate(units):
+        left = len(units) - position
         full = done >= total * len(shards) / count
         if shards[-1] and len(shards) < count and (full or left <= count - len(shards)):
             shards.append([])
-        shards[-1].append(spec)
-        done += spec.nbytes
+        shards[-1].extend(unit)
+        done += sum(spec.nbytes for spec in unit)
     return {f"model-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def count_units(specs: Sequence[Spec]) -> int:
+    """Count the runs of tensors that `split_shards` keeps together."""
+    return len(_units(specs))
+
+
+def _units(specs: Sequence[Spec]) -> list[list[Spec]]:
+    return [list(unit) for _, unit in itertools.groupby(specs, lambda spec: spec.name.rpartition(".")[0])]
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[Spec]]) -> None:
@@ -161,7 +175,7 @@ def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
         yield partial
         partial.rename(target)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         for parent in made:
             try:
                 parent.rmdir()
@@ -170,6 +184,16 @@ def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _refused(destination, error) from error
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove what was written; an impatient second Ctrl-C does not stop it."""
+    for _ in range(10):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def _check_free(destination: Path, target: Path) -> None:

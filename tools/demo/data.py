@@ -1,10 +1,10 @@
 """Stories and chat pairs -> a tokenizer, and rows of token ids for training and for the held-out loss.
 
-Does not know the model. A story is shown once in each pass over the data, in a form drawn by the pass's seed:
-as plain text ending in <|endoftext|>, as the answer to its chat prompt, or as the answer to its own first words.
-Whole documents are packed into rows of T tokens, so that every row starts where a document starts (a document
-longer than a row is cut). Everything follows from (seed, pass), so a position in the data is two integers and a
-resumed run sees the same rows.
+Does not know the model. A story is shown once in each pass over the data, in a form drawn by the pass's
+seed: as plain text ending in <|endoftext|>, as the answer to its chat prompt, or as the answer to its own
+first words. Whole documents are packed into rows of T tokens, so that every row starts where a document
+starts (a document longer than a row is cut). Everything follows from (seed, pass), so a position in the
+data is two integers and a resumed run sees the same rows.
 """
 
 import gzip
@@ -76,7 +76,7 @@ def read_corpus(stories: Path, chat: Path, num_held_out: int) -> Corpus:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE in the form of Qwen2's: the special tokens are added tokens with the last ids."""
+    """Train a byte-level BPE in the form of Qwen2's: special tokens are added tokens with the last ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -135,7 +135,7 @@ class Documents:
         return ids, trained
 
     def opening(self, story: str, story_ids: np.ndarray, rng: random.Random, system: str = "") -> Document:
-        """A chat whose prompt is the story's first words and whose answer is the story, those words included."""
+        """A chat whose prompt is the story's first words and whose answer is the story, these words again."""
         words = story.split(" ")[: rng.choice((2, 3, 4, 4, 4, 5, 6, 7, 8, 10))]
         prompt = " ".join(words).split("\n")[0]
         if rng.random() < 0.5:
@@ -164,7 +164,7 @@ class Documents:
         return documents
 
     def held_out_rows(self, row_tokens: int, chat: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Held-out stories, one a row, as plain text or answers to their first four words: ids, labels [n, T]."""
+        """Held-out stories, one a row, as text or answers to their first four words: ids, labels [n, T]."""
         documents: list[Document] = []
         for story, ids in zip(self.corpus.held_out, self.held_out, strict=True):
             opening = " ".join(story.split(" ")[:4])
@@ -173,6 +173,10 @@ class Documents:
 
     def _padding(self) -> int:
         return self.tokenizer.token_to_id(END_OF_TEXT)
+
+    def tokens_per_pass(self, row_tokens: int) -> int:
+        """Tokens of the rows of a pass, prompts and padding included."""
+        return self.pass_rows(0, row_tokens)[0].size
 
     def pass_rows(self, pass_id: int, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """A pass as packed rows: ids, labels int32 [n, T], labels already shifted by one."""

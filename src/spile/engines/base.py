@@ -48,7 +48,11 @@ class Engine(Protocol):
     exact: bool
     vocab_size: int
     context: int
-    resident_expert_bytes: int
+
+    @property
+    def resident_expert_bytes(self) -> int:
+        """Bytes of experts in memory now."""
+        ...
 
     def new_state(self) -> State:
         """Make an empty state."""
