@@ -300,7 +300,11 @@ def test_prompt_longer_than_the_context_is_exit_code_1_with_both_numbers(
     model: Path, engine: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert generate(model, "x" * 600, "--raw") == 1
-    assert capfd.readouterr().err == "error: the prompt has 600 tokens and the context holds 512\n"
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == "error: the prompt has 600 tokens and the context holds 512"
+    assert second.startswith("hint: Shorten the prompt")
+    assert generate(model, "x" * 60, "--raw", "--context", "50") == 1
+    assert "the prompt has 60 tokens and the context holds 50" in capfd.readouterr().err
 
 
 def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
@@ -400,6 +404,16 @@ def test_closed_stdout_is_no_failure_and_no_noise(model: Path) -> None:
         err = process.stderr.read()
         assert process.wait(timeout=10) == 0
     assert err.splitlines() == [b"memory auto: everything resident (fake)"]
+
+
+def test_streams_that_are_closed_from_the_start(model: Path) -> None:
+    command = scripted(["generate", "-m", str(model), "--temp", "0", "Hi"], [65, EOS])
+    shell = ["sh", "-c", '"$0" "$@" >&-', *command]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"error: standard output is closed\n")
+    shell = ["sh", "-c", '"$0" "$@" 2>&-', *command]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (0, b"A\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "rope.h"
 
@@ -32,7 +33,7 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels* kernels, int num_th
   v_.resize(T * static_cast<size_t>(kv_size_));
   attended_.resize(T * static_cast<size_t>(q_size_));
   probabilities_.resize(T * static_cast<size_t>(c.num_experts));
-  outputs_.resize(T * static_cast<size_t>(c.num_chosen) * D);
+  outputs_.resize(static_cast<size_t>(max_pairs_) * D);
   gate_.resize(pairs * wide);
   up_.resize(pairs * wide);
   rope_.resize(T * static_cast<size_t>(c.rope_dims));
@@ -366,6 +367,8 @@ const std::vector<int32_t>& Decoder::route(int layer) {
   for (size_t t = 0; t < T; ++t)
     for (size_t i = 0; i < K; ++i)
       pairs_[static_cast<size_t>(next[static_cast<size_t>(chosen_[t * K + i])]++)] = {static_cast<int>(t), static_cast<int>(i)};
+  last_expert_ = -1;
+  if (T_ > 1) std::fill(x_.begin(), x_.begin() + static_cast<std::ptrdiff_t>(T * D), 0.0f);  // from here on the weighted sums
   return ids_;
 }
 
@@ -375,6 +378,8 @@ void Decoder::experts(int layer, const int32_t* ids, const uint64_t* codes, int 
   const LayerWeights& w = layers[static_cast<size_t>(layer)];
   for (int i = 0; i < num; ++i) {
     const size_t e = static_cast<size_t>(ids[i]);
+    if (T_ > 1 && ids[i] <= last_expert_) throw std::invalid_argument("a chunk's experts must come in ascending order");
+    last_expert_ = ids[i];
     const int count = first_pair_[e + 1] - first_pair_[e];
     if (pairs + count > max_pairs_) {
       expert_batch(w, batch.data(), static_cast<int>(batch.size()));
@@ -392,7 +397,7 @@ void Decoder::experts(int layer, const int32_t* ids, const uint64_t* codes, int 
 void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
   const auto& c = config_;
   const size_t D = static_cast<size_t>(c.hidden_size), F = static_cast<size_t>(c.expert_size);
-  const size_t stride = 3 * plane_nbytes(F), K = static_cast<size_t>(c.num_chosen);
+  const size_t stride = 3 * plane_nbytes(F);
   std::vector<const Fixed*> x, hidden;
   std::vector<float*> gate, up, y;
   std::vector<int> start(static_cast<size_t>(num));  // of each task in the lists above
@@ -405,7 +410,7 @@ void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
       hidden.push_back(&pair_fixed_[at]);
       gate.push_back(gate_.data() + at * F);
       up.push_back(up_.data() + at * F);
-      y.push_back(outputs_.data() + (static_cast<size_t>(pair.token) * K + static_cast<size_t>(pair.rank)) * D);
+      y.push_back(outputs_.data() + (T_ == 1 ? static_cast<size_t>(pair.rank) : at) * D);
     }
   }
   const int f_items = ceil_div(c.expert_size, kRowsPerItem), d_items = ceil_div(c.hidden_size, 2 * kRowsPerItem);
@@ -431,34 +436,60 @@ void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
     kernels_->ternary({task.codes[2], w.down_alpha + static_cast<size_t>(task.expert) * D, F}, row,
                       std::min(D, row + 2 * kRowsPerItem), hidden.data() + first, task.count, y.data() + first);
   });
+  if (T_ > 1) add_outputs(tasks, num);
+}
+
+// Adds a batch's weighted outputs to the tokens' sums, in ascending order of experts: the order of the sum is the answer's.
+void Decoder::add_outputs(const Task* tasks, int num) {
+  constexpr size_t kWidth = 256;
+  const size_t D = static_cast<size_t>(config_.hidden_size), K = static_cast<size_t>(config_.num_chosen);
+  pool_.run(ceil_div(config_.hidden_size, static_cast<int>(kWidth)), [&](int item, int) {
+    const size_t first = static_cast<size_t>(item) * kWidth, width = std::min(kWidth, D - first);
+    const float* y = outputs_.data() + first;
+    for (int i = 0; i < num; ++i)
+      for (int j = 0; j < tasks[i].count; ++j, y += D) {
+        const Pair& pair = pairs_[static_cast<size_t>(tasks[i].first + j)];
+        const size_t t = static_cast<size_t>(pair.token);
+        kernels_->add_scaled(x_.data() + t * D + first, y, weights_[t * K + static_cast<size_t>(pair.rank)], width);
+      }
+  });
 }
 
 void Decoder::combine() {
   const size_t D = static_cast<size_t>(config_.hidden_size), K = static_cast<size_t>(config_.num_chosen);
-  pool_.run(T_, [&](int token, int) {
-    const size_t t = static_cast<size_t>(token);
-    float* total = x_.data() + t * D;
-    std::memset(total, 0, D * sizeof(float));
-    for (size_t i = 0; i < K; ++i) kernels_->add_scaled(total, outputs_.data() + (t * K + i) * D, weights_[t * K + i], D);
-    kernels_->add_scaled(h_.data() + t * D, total, 1.0f, D);
+  if (T_ == 1) {
+    std::memset(x_.data(), 0, D * sizeof(float));
+    for (size_t i = 0; i < K; ++i) kernels_->add_scaled(x_.data(), outputs_.data() + i * D, weights_[i], D);
+  }
+  pool_.run(T_, [&](int t, int) {
+    const size_t at = static_cast<size_t>(t) * D;
+    kernels_->add_scaled(h_.data() + at, x_.data() + at, 1.0f, D);
   });
 }
 
-void Decoder::logits(int num, float* out) {
-  const size_t D = static_cast<size_t>(config_.hidden_size), V = static_cast<size_t>(config_.vocab_size);
-  std::vector<const Fixed*> x(static_cast<size_t>(num));
-  std::vector<float*> y(x.size());
+void Decoder::finish(int num) {
+  const size_t D = static_cast<size_t>(config_.hidden_size);
+  num_finished_ = num;
   pool_.run(num, [&](int i, int) {
     const size_t at = static_cast<size_t>(i), t = static_cast<size_t>(T_ - num + i);
     kernels_->rmsnorm(h_.data() + t * D, final_norm, D, config_.rms_norm_eps, x_.data() + t * D);
     fixed_[at] = kernels_->fix(x_.data() + t * D, D, config_.activation_bytes, Layout::kNibble,
                                planes_.data() + at * 3 * plane_nbytes(D), groups_.data() + at * num_group_sums(D));
-    x[at] = &fixed_[at];
-    y[at] = out + at * V;
   });
-  pool_.run(ceil_div(config_.vocab_size, kHeadRowsPerItem), [&](int item, int) {
-    const size_t row = static_cast<size_t>(item) * kHeadRowsPerItem;
-    kernels_->affine4(head_weights, row, std::min(V, row + kHeadRowsPerItem), x.data(), num, y.data());
+}
+
+void Decoder::head(const Affine4& piece, int row, int count, float* out) {
+  const size_t V = static_cast<size_t>(config_.vocab_size);
+  std::vector<const Fixed*> x(static_cast<size_t>(num_finished_));
+  std::vector<float*> y(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    x[i] = &fixed_[i];
+    y[i] = out + i * V + row;
+  }
+  pool_.run(ceil_div(count, kHeadRowsPerItem), [&](int item, int) {
+    const int first = item * kHeadRowsPerItem;
+    kernels_->affine4(piece, static_cast<size_t>(first), static_cast<size_t>(std::min(count, first + kHeadRowsPerItem)),
+                      x.data(), num_finished_, y.data());
   });
 }
 

@@ -1,8 +1,9 @@
 // Maple's forward pass, a layer at a time, over weights that lie wherever their addresses say.
 //
-// The caller walks the layers: begin, then per layer attend and either dense, or route -> experts (in any grouping and order,
-// each routed expert once) -> combine, then head. Between route and combine the caller may read experts from disk; nothing
-// here knows where they come from. All work is deterministic to the bit for any threads, chunk and instruction set.
+// The caller walks the layers: begin, then per layer attend and either dense, or route -> experts (each routed expert once, in
+// any grouping; for one token in any order, for a chunk in ascending order) -> combine; at the end finish, and head for each
+// piece of the head's rows. Between the calls the caller may read weights from disk; nothing here knows where they come from.
+// All work is deterministic to the bit for any threads, chunk and instruction set.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +50,6 @@ class Decoder {
 
   std::vector<LayerWeights> layers;
   const uint16_t* final_norm = nullptr;
-  Affine4 head_weights{};
 
   const DecoderConfig& config() const { return config_; }
   CacheShape cache_shape() const;
@@ -63,11 +63,14 @@ class Decoder {
   // Chooses experts; returns the distinct ids, ascending. counts()[i] tokens want the i-th of them.
   const std::vector<int32_t>& route(int layer);
   const std::vector<int32_t>& counts() const { return counts_; }
-  // Computes `num` routed experts, whose packed codes lie at codes[3 * i + {0, 1, 2}] (gate, up, down).
+  // Computes `num` routed experts, whose packed codes lie at codes[3 * i + {0, 1, 2}] (gate, up, down). Throws
+  // std::invalid_argument when a chunk's experts do not come in ascending order.
   void experts(int layer, const int32_t* ids, const uint64_t* codes, int num);
   void combine();
-  // Logits [num, V] of the chunk's last `num` tokens.
-  void logits(int num, float* out);
+  // Makes the chunk's last `num` tokens ready for the head.
+  void finish(int num);
+  // Logits of those tokens for vocabulary rows [row, row + count), whose weights `piece` starts with; out is [num, V].
+  void head(const Affine4& piece, int row, int count, float* out);
 
  private:
   struct Task {
@@ -78,6 +81,7 @@ class Decoder {
   void normalise_and_fix(const uint16_t* weight);
   void fix_token(int t);
   void expert_batch(const LayerWeights& w, const Task* tasks, int num);
+  void add_outputs(const Task* tasks, int num);
   void prepare_rope(int64_t position);
   void rotate(float* head, int t) const;
   void attend_one(const KvCache& cache, int layer);
@@ -103,7 +107,8 @@ class Decoder {
   std::vector<int32_t> ids_, counts_, first_pair_;
   std::vector<Pair> pairs_;       // grouped by expert, ascending
   int max_pairs_;
-  bool has_dense_ = false;
+  int num_finished_ = 0;
+  int last_expert_ = -1;
 };
 
 }  // namespace spile

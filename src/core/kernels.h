@@ -32,6 +32,7 @@ constexpr size_t kFetchAhead = 4096;
 
 enum class Layout { kTernary, kNibble };  // the order in which a plane's bytes lie, per the codes they meet
 
+// Weights may lie at any address, BF16 at an odd one too: a safetensors file promises no alignment.
 struct Ternary {  // rows of 2-bit codes, value (code - 1) * alpha
   const uint8_t* codes;
   const uint16_t* alpha;  // BF16 [rows]

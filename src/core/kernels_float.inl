@@ -15,7 +15,7 @@ static void rmsnorm(const float* x, const uint16_t* weight, size_t n, float eps,
     squares = squares + v * v;
   }
   const float r = 1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps);
-  for (size_t i = 0; i < n; ++i) y[i] = (x[i] * r) * bf16_to_float(weight[i]);
+  for (size_t i = 0; i < n; ++i) y[i] = (x[i] * r) * bf16_at(weight, i);
 }
 
 static void softmax(float* x, size_t n) {
@@ -293,7 +293,7 @@ static void ternary_one(const Ternary& w, size_t row, size_t row_end, const Fixe
       const int32_t q_sum = (int32_t)x.sum;
       for (int r = 0; r < 8; ++r) {
         const int32_t total = s[r] * 256 + s[8 + r] - q_sum;
-        y[row + (size_t)r] = (bf16_to_float(w.alpha[row + (size_t)r]) * x.scale) * (float)total;
+        y[row + (size_t)r] = (bf16_at(w.alpha, row + (size_t)r) * x.scale) * (float)total;
       }
       continue;
     }
@@ -302,7 +302,7 @@ static void ternary_one(const Ternary& w, size_t row, size_t row_end, const Fixe
       tile_8x2(rows, w.n, third, s + 16);
     }
     for (int r = 0; r < count; ++r)
-      y[row + (size_t)r] = (bf16_to_float(w.alpha[row + (size_t)r]) * x.scale) * (float)total_of(x, s, 8, r);
+      y[row + (size_t)r] = (bf16_at(w.alpha, row + (size_t)r) * x.scale) * (float)total_of(x, s, 8, r);
   }
 }
 
@@ -321,14 +321,14 @@ static void ternary_two(const Ternary& w, size_t row, size_t row_end, const Fixe
     const int count = row_end - row < 4 ? (int)(row_end - row) : 4;
     if (narrow && count == 4) {
       for (int r = 0; r < 4; ++r) {
-        const float alpha = bf16_to_float(w.alpha[row + (size_t)r]);
+        const float alpha = bf16_at(w.alpha, row + (size_t)r);
         ya[row + (size_t)r] = (alpha * a.scale) * (float)(s[r] * 256 + s[4 + r] - a_sum);
         yb[row + (size_t)r] = (alpha * b.scale) * (float)(s[8 + r] * 256 + s[12 + r] - b_sum);
       }
       continue;
     }
     for (int r = 0; r < count; ++r) {
-      const float alpha = bf16_to_float(w.alpha[row + (size_t)r]);
+      const float alpha = bf16_at(w.alpha, row + (size_t)r);
       ya[row + (size_t)r] = (alpha * a.scale) * (float)total_of(a, s, 4, r);
       yb[row + (size_t)r] = (alpha * b.scale) * (float)total_of(b, s + 8, 4, r);
     }
@@ -393,7 +393,7 @@ static void affine4_row(const Affine4& w, size_t row, float* y) {
   const uint16_t* biases = w.biases + row * (w.n / 64);
   for (size_t i = 0; i < w.n; ++i) {
     const int code = (codes[i / 2] >> (4 * (i % 2))) & 15;
-    y[i] = (float)code * bf16_to_float(scales[i / 64]) + bf16_to_float(biases[i / 64]);
+    y[i] = (float)code * bf16_at(scales, i / 64) + bf16_at(biases, i / 64);
   }
 }
 

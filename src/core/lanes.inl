@@ -52,7 +52,9 @@ static inline F16 load_int(const int32_t* x) {  // rounded to nearest even
   }
   return r;
 }
-static inline float bf16_to_float(uint16_t h) {
+static inline float bf16_at(const uint16_t* x, size_t i) {  // weights lie as in their file, at an odd address if need be
+  uint16_t h;
+  __builtin_memcpy(&h, x + i, 2);
   const uint32_t bits = (uint32_t)h << 16;
   float f;
   __builtin_memcpy(&f, &bits, 4);

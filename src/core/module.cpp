@@ -173,9 +173,9 @@ NB_MODULE(_core, m) {
              const ReadCounters c = self.counters();
              return std::make_tuple(c.bytes, c.reads, c.seconds);
            })
-      .def("set_faults", [](Reader& self, uint64_t max_bytes, uint64_t interrupt_every, uint64_t fail_at, int fail_with) {
-        self.set_faults({max_bytes, interrupt_every, fail_at, fail_with});
-      }, "max_bytes"_a = 0, "interrupt_every"_a = 0, "fail_at"_a = 0, "fail_with"_a = 0);
+      .def("set_faults", [](Reader& self, uint64_t max_bytes, uint64_t interrupt_every, uint64_t fail_at, int fail_with, uint64_t page) {
+        self.set_faults({max_bytes, interrupt_every, fail_at, fail_with, page});
+      }, "max_bytes"_a = 0, "interrupt_every"_a = 0, "fail_at"_a = 0, "fail_with"_a = 0, "page"_a = 0);
 
   nb::class_<KvCache>(m, "KvCache")
       .def_rw("position", &KvCache::position)
@@ -187,12 +187,7 @@ NB_MODULE(_core, m) {
              new (self) Decoder(config_from(config), kernels_or_throw(isa), num_threads);
            })
       .def("set_layer", &set_layer)
-      .def("set_head",
-           [](Decoder& self, uint64_t norm, uint64_t codes, uint64_t scales, uint64_t biases) {
-             self.final_norm = at<uint16_t>(norm);
-             self.head_weights = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),
-                                  static_cast<size_t>(self.config().hidden_size)};
-           })
+      .def("set_final_norm", [](Decoder& self, uint64_t address) { self.final_norm = at<uint16_t>(address); })
       .def_prop_ro("scratch_nbytes", &Decoder::scratch_nbytes)
       .def("new_cache", [](const Decoder& self) { return new KvCache(self.cache_shape()); }, nb::rv_policy::take_ownership)
       .def("begin",
@@ -218,6 +213,12 @@ NB_MODULE(_core, m) {
            },
            NoGil())
       .def("combine", &Decoder::combine, NoGil())
-      .def("logits",
-           [](Decoder& self, Array<float, 2> out) { self.logits(static_cast<int>(out.shape(0)), out.data()); }, NoGil());
+      .def("finish", &Decoder::finish, NoGil())
+      .def("head",
+           [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, int row, int count, Array<float, 2> out) {
+             const Affine4 piece = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),
+                                    static_cast<size_t>(self.config().hidden_size)};
+             self.head(piece, row, count, out.data());
+           },
+           NoGil());
 }

@@ -10,14 +10,18 @@ namespace spile {
 namespace {
 
 constexpr uint64_t kLargestCall = 1u << 30;  // Linux stops a read at 2 GiB less a page, macOS refuses more than INT_MAX
+constexpr uint64_t kPage = 4096;             // where a direct read may begin, as in store.py
 
-void make_present(uint8_t* at, uint64_t nbytes) {
+// Returns 0, or errno: EFAULT where the file under the mapping has become shorter.
+int make_present(uint8_t* at, uint64_t nbytes) {
   const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
   const uintptr_t start = (uintptr_t)at / page * page, end = ((uintptr_t)at + nbytes + page - 1) / page * page;
 #if defined(__linux__) && defined(MADV_POPULATE_READ)
-  if (madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_READ) == 0) return;
+  if (madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_READ) == 0) return 0;
+  if (errno == EFAULT) return errno;  // touching the pages would kill the process
 #endif
   for (uintptr_t p = start; p < end; p += page) (void)*reinterpret_cast<volatile const uint8_t*>(p < (uintptr_t)at ? (uintptr_t)at : p);
+  return 0;
 }
 
 }  // namespace
@@ -87,15 +91,15 @@ void Reader::set_faults(const ReadFaults& faults) {
 
 ReadFailure Reader::read(const ReadRequest& r, uint64_t* calls) {
   if (r.fd < 0) {
-    make_present(r.to, r.wanted);
-    return {};
+    const int error = make_present(r.to, r.wanted);
+    return error ? ReadFailure{0, 0, r.wanted, 0, error} : ReadFailure{};
   }
   ReadFaults faults;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     faults = faults_;
   }
-  uint64_t got = 0;
+  uint64_t got = 0, stuck = 0;
   while (got < r.wanted) {
     uint64_t ask = r.room - got < kLargestCall ? r.room - got : kLargestCall;
     ssize_t n;
@@ -108,10 +112,22 @@ ReadFailure Reader::read(const ReadRequest& r, uint64_t* calls) {
     } else if (faults.fail_at && call >= faults.fail_at) {
       n = faults.fail_with ? -1 : 0;
       errno = faults.fail_with;
+    } else if (faults.page && (r.offset + got) % faults.page != 0) {
+      n = -1;
+      errno = EINVAL;
     } else {
       n = pread(r.fd, r.to + got, ask, static_cast<off_t>(r.offset + got));
     }
     if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EINVAL && got % kPage != 0 && r.offset % kPage == 0) {
+      // A direct read that stopped inside a page goes on from the page's start. Where it stops again, the file ends.
+      if (got != stuck) {
+        stuck = got;
+        got = got / kPage * kPage;
+        continue;
+      }
+      n = 0;
+    }
     if (n <= 0) {
       ReadFailure failure;
       failure.index = 0;

@@ -16,7 +16,7 @@
 namespace spile {
 
 struct ReadRequest {
-  int fd;            // -1: no read; make the mapped pages at `to` present instead
+  int fd;            // -1: no read; make the mapped pages at `to` present instead (EFAULT: their file became shorter)
   uint64_t offset;
   uint64_t wanted;   // bytes that must arrive
   uint64_t room;     // bytes that may be asked for (a direct read asks for whole pages)
@@ -34,12 +34,14 @@ struct ReadCounters {
   double seconds = 0;  // spent inside reads, summed over threads
 };
 
-// What a test makes the system's read do: at most max_bytes a call, EINTR on every nth call, an error on the nth call.
+// What a test makes the system's read do: at most max_bytes a call, EINTR on every nth call, an error (0: an end of the
+// file) from the nth call on, EINVAL for a call that does not begin on a multiple of `page`.
 struct ReadFaults {
   uint64_t max_bytes = 0;
   uint64_t interrupt_every = 0;
   uint64_t fail_at = 0;
   int fail_with = 0;
+  uint64_t page = 0;
 };
 
 class Reader {

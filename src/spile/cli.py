@@ -306,9 +306,9 @@ def convert(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Every error of a command ends here."""
-    from spile.terminal import StdoutClosedError, forgive_encoding
+    from spile.terminal import StdoutClosedError, prepare_streams
 
-    forgive_encoding()
+    prepare_streams()
     # NumPy's BLAS would start a thread a core; nothing here uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     door = _Door()
@@ -338,6 +338,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def main() -> int:
+    """Run the command line of this process, as `python -m spile` does."""
+    from spile.__main__ import main as guarded
+
+    return guarded()
+
+
 def _answer(
     loaded: Model,
     text: str,
@@ -352,7 +359,11 @@ def _answer(
 
     stdout = Stdout(sys.stdout)
     progress = Progress(sys.stderr, loaded.counters, shares_screen=stdout.is_terminal and not json)
-    stream = loaded.stream(text, raw=raw, system=system, on_prefill=progress.prefill, **changes)
+    progress.load()
+    try:
+        stream = loaded.stream(text, raw=raw, system=system, on_prefill=progress.prefill, **changes)
+    finally:
+        progress.start()
     _note(loaded.summary or "", word="")
     if verbose:
         _note(

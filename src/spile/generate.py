@@ -85,7 +85,10 @@ def check_prompt(num_tokens: int, context: int) -> None:
     if num_tokens == 0:
         raise OptionError("the prompt is empty: there is no token to go on from")
     if num_tokens > context:
-        raise ContextError(f"the prompt has {num_tokens:,} tokens and the context holds {context:,}")
+        raise ContextError(
+            f"the prompt has {num_tokens:,} tokens and the context holds {context:,}",
+            "Shorten the prompt, or ask for a larger context if the model has one.",
+        )
 
 
 def generate(

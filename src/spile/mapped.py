@@ -46,8 +46,10 @@ class MappedExperts:
                 rows = slice(layer * table.num_experts, (layer + 1) * table.num_experts)
                 self._addresses[rows, part] = base + np.arange(table.num_experts, dtype=np.uint64) * extent.nbytes
 
-    def fetch(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
-        """Yield all of `ids` at once."""
+    def fetch(
+        self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
+    ) -> Iterator[Batch]:
+        """Yield all of `ids` at once, in their ascending order."""
         self.hits += len(ids)
         addresses = self._addresses[layer * self._num_experts + ids.astype(np.int64)]
         if self._touch is not None and not self._touch.is_complete():

@@ -362,8 +362,7 @@ def _engine_options(**values: Any) -> EngineOptions:
 def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer: Tokenizer | None) -> Engine:
     from spile.engines import open_engine
 
-    tokenizer_nbytes = 0 if tokenizer is None or tokenizer.keep else tokenizer.load_nbytes
-    return open_engine(maple, options, tokenizer_nbytes=tokenizer_nbytes)
+    return open_engine(maple, options)
 
 
 def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:

@@ -9,6 +9,7 @@ expert is resident from the moment its read ended well: a failed read leaves its
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from spile.store import PAGE_NBYTES, Store, private_memory
 
 Batch = tuple[NDArray[np.int32], NDArray[np.uint64]]  # expert ids [n], addresses [n, 3] of gate, up, down
 _FREE = -1
+_GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
 # Loads in flight at a time. 16 experts are 48 reads: enough to keep every reader thread busy, few enough that a
 # long list of misses does not give up experts long before their successors arrive.
 _MAX_IN_FLIGHT = 16
@@ -37,6 +39,8 @@ class Slots:
     """A pool of S slots over the experts of one model.
 
     Invariant: `slot_to_key[s] == k` exactly when `key_to_slot[k] == s`, and slot s then holds expert k whole.
+    A Ctrl-C may come between any two statements and break it; `slot_to_key` alone is true at every moment, and what
+    follows such a fetch makes the rest agree with it first.
     """
 
     def __init__(self, table: ExpertTable, store: Store, policy: Policy, num_slots: int) -> None:
@@ -55,6 +59,7 @@ class Slots:
         self._addresses = np.zeros((num_keys, 3), np.uint64)
         self._in_use = np.zeros(num_slots, bool)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._fetch: object | None = None  # the one that has begun and has not ended well
         self.hits = self.misses = self.evictions = 0
 
     @staticmethod
@@ -66,51 +71,107 @@ class Slots:
     def num_resident(self) -> int:
         return int((self._slot_to_key != _FREE).sum())
 
-    def fetch(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
-        """Yield every expert of `ids` (ascending, each once) in batches: residents first, then as reads end.
+    def fetch(
+        self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
+    ) -> Iterator[Batch]:
+        """Yield every expert of `ids` (ascending, each once) in batches, reading those that are missing.
 
-        A batch's addresses hold until the next batch is asked for. Misses are read in file order, as many ahead
-        as there are slots that nobody needs any more.
+        Where the order is free, residents come first and the others as their reads end; `in_order` keeps the
+        ascending one. Misses are read in file order, as far ahead as there are slots that this layer does not need
+        any more. `counts` says how many tokens want each. A batch's addresses hold until the next is asked for.
+        A fetch that is given up ends when it is closed, or else when the next one begins: its reads end, and what
+        they brought is dropped.
 
         Raises: ReadError; nothing that failed is resident then, and what was in flight has ended.
         """
+        if self._fetch is not None:
+            self._recover()
+        self._fetch = mine = object()
+        try:
+            yield from self._batches(layer, ids, counts, in_order)
+            self._fetch = None
+        finally:
+            if self._fetch is mine:  # not where a later fetch has begun before this one was collected
+                self._recover()
+
+    def _batches(
+        self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], in_order: bool
+    ) -> Iterator[Batch]:
         keys = layer * self._num_experts + ids.astype(np.int64)
         slots = self._key_to_slot[keys]
         is_hit = slots != _FREE
         self.hits += int(is_hit.sum())
         self.misses += len(ids) - int(is_hit.sum())
         self._policy.choose(keys, counts)
-        hit_slots = slots[is_hit]
-        self._in_use[hit_slots] = True
-        waiting = deque(int(expert) for expert in ids[~is_hit])
+        self._in_use[slots[is_hit]] = True
+        misses = deque(int(expert) for expert in ids[~is_hit])
+        hits = deque(int(expert) for expert in ids[is_hit])
         loading: deque[_Load] = deque()
-        try:
-            self._start_loads(layer, waiting, loading)
-            if len(hit_slots):
-                yield ids[is_hit], self._addresses[keys[is_hit]]
-                self._in_use[hit_slots] = False
-            while waiting or loading:
-                self._start_loads(layer, waiting, loading)
-                assert loading, "some slot is free, or could be"
-                batch = self._finish_loads(layer, loading)
-                self._start_loads(layer, waiting, loading)
-                experts = np.array([load.expert for load in batch], np.int32)
-                yield experts, self._addresses[layer * self._num_experts + experts.astype(np.int64)]
-                self._in_use[[load.slot for load in batch]] = False
-        finally:
-            self._in_use[hit_slots] = False
-            self._settle(layer, loading)
+        choose = self._next_in_order if in_order else self._next_ready
+        while hits or misses or loading:
+            self._start_loads(layer, misses, loading)
+            experts = np.array(choose(layer, hits, misses, loading), np.int32)
+            if not len(experts):
+                continue
+            self._start_loads(layer, misses, loading)
+            batch_keys = layer * self._num_experts + experts.astype(np.int64)
+            yield experts, self._addresses[batch_keys]
+            self._in_use[self._key_to_slot[batch_keys]] = False
+
+    def _next_ready(
+        self, layer: int, hits: deque[int], misses: deque[int], loading: deque[_Load]
+    ) -> list[int]:
+        """Take all residents, or else the loads that have ended; waits for the first of them."""
+        if hits:
+            experts = list(hits)
+            hits.clear()
+            return experts
+        assert loading, "some slot is free, or could be"
+        experts = [self._finish_load(layer, loading)]
+        while loading and self._store.is_done(loading[0].ticket):
+            experts.append(self._finish_load(layer, loading))
+        return experts
+
+    def _next_in_order(
+        self, layer: int, hits: deque[int], misses: deque[int], loading: deque[_Load]
+    ) -> list[int]:
+        """Take the longest run of experts, in ascending order, that is there; waits where it would be empty.
+
+        Returns nothing when a resident expert had to be given up so that an earlier one can be loaded: it is among
+        the misses then.
+        """
+        experts: list[int] = []
+        while hits or loading:
+            if hits and (not loading or hits[0] < loading[0].expert) and (not misses or hits[0] < misses[0]):
+                experts.append(hits.popleft())
+            elif loading and (not experts or self._store.is_done(loading[0].ticket)):
+                experts.append(self._finish_load(layer, loading))
+            else:
+                break
+        if not experts:
+            assert hits, "every slot is held by an expert that comes later"
+            expert, later = hits.pop(), deque[int]()
+            self._evict_into_free(int(self._key_to_slot[layer * self._num_experts + expert]))
+            while misses and misses[-1] > expert:
+                later.appendleft(misses.pop())
+            misses.append(expert)
+            misses.extend(later)
+        return experts
 
     def lend(self, nbytes: int) -> None:
         """Give up experts worth `nbytes` and hand their memory back to the system; later loads take it again."""
+        if self._fetch is not None:
+            self._recover()
         wanted = min(self.num_slots, -(-nbytes // self.slot_nbytes))
         for slot in range(self.num_slots - wanted, self.num_slots):
-            if self._slot_to_key[slot] != _FREE and not self._in_use[slot]:
-                self._evict(slot)
-                self._free.append(slot)
+            if self._slot_to_key[slot] != _FREE:
+                assert not self._in_use[slot], "no layer is running"
+                self._evict_into_free(slot)
+        self._free.sort(reverse=True)  # fill the slots that still have memory first
         page = mmap.PAGESIZE
         start = -(-(self.num_slots - wanted) * self.slot_nbytes // page) * page
-        self._pool.madvise(mmap.MADV_DONTNEED, start, len(self._pool) - start)
+        if start < len(self._pool):
+            self._pool.madvise(_GIVE_BACK, start, len(self._pool) - start)
 
     def _start_loads(self, layer: int, waiting: deque[int], loading: deque[_Load]) -> None:
         room = min(len(waiting), _MAX_IN_FLIGHT - len(loading))
@@ -123,28 +184,23 @@ class Slots:
             self._in_use[slot] = True
             loading.append(_Load(ticket, expert, slot))
 
-    def _finish_loads(self, layer: int, loading: deque[_Load]) -> list[_Load]:
-        """Wait for the first load in flight; take along those behind it that have ended too."""
-        batch: list[_Load] = []
-        while loading and (not batch or self._store.is_done(loading[0].ticket)):
-            load = loading[0]
-            self._store.wait(load.ticket)  # raises with the load still listed: _settle frees its slot
-            loading.popleft()
-            self._admit(layer, load)
-            batch.append(load)
-        return batch
+    def _finish_load(self, layer: int, loading: deque[_Load]) -> int:
+        """Wait for the first load in flight; return its expert, resident now."""
+        load = loading[0]
+        self._store.wait(load.ticket)
+        loading.popleft()
+        self._admit(layer, load)
+        return load.expert
 
-    def _settle(self, layer: int, loading: deque[_Load]) -> None:
-        """End what is still in flight when the engine stopped early; keep what arrived whole."""
-        for load in loading:
-            try:
-                self._store.wait(load.ticket)
-            except Exception:  # the error that stopped the engine is the one to tell
-                self._free.append(load.slot)
-            else:
-                self._admit(layer, load)
-            self._in_use[load.slot] = False
-        loading.clear()
+    def _recover(self) -> None:
+        """End what is in flight, and make everything agree with `slot_to_key`."""
+        self._store.drain()
+        self._in_use[:] = False
+        resident = np.flatnonzero(self._slot_to_key != _FREE)
+        self._key_to_slot[:] = _FREE
+        self._key_to_slot[self._slot_to_key[resident]] = resident
+        self._free = [int(slot) for slot in np.flatnonzero(self._slot_to_key == _FREE)[::-1]]
+        self._fetch = None
 
     def _admit(self, layer: int, load: _Load) -> None:
         key = layer * self._num_experts + load.expert
@@ -152,8 +208,8 @@ class Slots:
         parts = self._part_addresses(load.slot)
         for part, (extent, address) in enumerate(zip(extents, parts, strict=True)):
             self._addresses[key, part] = address + self._store.delta(extent)
+        self._slot_to_key[load.slot] = key  # from here on it is resident
         self._key_to_slot[key] = load.slot
-        self._slot_to_key[load.slot] = key
 
     def _take_slots(self, layer: int, count: int) -> list[int]:
         """Return up to `count` slots to fill: free ones, then those of the experts wanted latest."""
@@ -173,6 +229,11 @@ class Slots:
         self._key_to_slot[self._slot_to_key[slot]] = _FREE
         self._slot_to_key[slot] = _FREE
         self.evictions += 1
+
+    def _evict_into_free(self, slot: int) -> None:
+        self._evict(slot)
+        self._in_use[slot] = False
+        self._free.append(slot)
 
     def _part_addresses(self, slot: int) -> tuple[int, int, int]:
         start = self._base + slot * self.slot_nbytes

@@ -45,14 +45,13 @@ class Store:
         self.is_direct = direct
         self._reader: _core.Reader | None = None
         try:
-            self._fds = [_open(path, direct) for path in self._shards]
-            if direct:
-                reason = _refusal(self._fds)
-                if reason:
-                    self.note = f"direct reads are refused by the file system ({reason}): reading buffered"
-                    self.is_direct = False
-                    self._close_files()
-                    self._fds = [_open(path, False) for path in self._shards]
+            self._open_files(direct)
+            reason = _refusal(self._fds) if direct else None
+            if reason:
+                self.note = f"direct reads are refused by the file system ({reason}): reading buffered"
+                self.is_direct = False
+                self._close_files()
+                self._open_files(direct=False)
         except OSError as error:
             self._close_files()
             raise ReadError(f"cannot open {error.filename}: {error.strerror}") from error
@@ -113,6 +112,12 @@ class Store:
         reason = os.strerror(error) if error else "the file ends there"
         raise ReadError.at(self._shards[extent.shard], extent.offset, extent.nbytes, got, reason)
 
+    def settle(self, tickets: Sequence[int]) -> None:
+        """Wait for reads that nobody wants any more, whatever became of them."""
+        for ticket in tickets:
+            with contextlib.suppress(ReadError):
+                self.wait(ticket)
+
     def read(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
         """Read small extents into arrays of their own. Blocks.
 
@@ -133,10 +138,22 @@ class Store:
         nbytes, reads, seconds = self._open_reader().counters()
         return nbytes, reads, seconds
 
+    def drain(self) -> None:
+        """Drop reads that have not begun, block until the others have ended, and forget every ticket.
+
+        Nothing is written to any buffer after that. What the buffers of forgotten tickets hold is unknown.
+        """
+        reader = self._open_reader()
+        reader.cancel()
+        reader.drain()
+        for ticket in self._extents:
+            reader.wait(ticket)
+        self._extents.clear()
+
     def close(self) -> None:
-        """Wait for reads in flight, stop the threads, close the files. May be called twice."""
+        """End reads in flight, stop the threads, close the files. May be called twice."""
         if self._reader is not None:
-            self._reader.drain()
+            self.drain()
             self._reader = None
         self._close_files()
 
@@ -144,10 +161,13 @@ class Store:
         assert self._reader is not None, "the store was closed"
         return self._reader
 
+    def _open_files(self, direct: bool) -> None:
+        for path in self._shards:
+            self._fds.append(_open(path, direct))
+
     def _close_files(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:

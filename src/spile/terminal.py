@@ -35,7 +35,9 @@ class StdoutClosedError(Exception):
 class Stdout:
     """Standard output: whole characters at once, whatever its encoding; safe where it is a terminal."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
+        if stream is None:
+            raise WriteError("standard output is closed")
         self.stream = stream
         self.is_terminal = stream.isatty()
         self._at_line_start = True
@@ -144,9 +146,17 @@ class Progress:
         self._line = LiveLine(stream)
         self._answer_line = BottomLine(stream) if shares_screen else self._line
         self._counters = counters
-        self._started = time.monotonic()
-        self._first = self._started
+        self._started = self._first = time.monotonic()
         self._num_tokens = 0
+
+    def load(self) -> None:
+        """Say that the model is being loaded."""
+        self._line.show(lambda: "loading the model", at_once=True)
+
+    def start(self) -> None:
+        """Take away what is shown; the prompt is read from now on."""
+        self._line.clear()
+        self._started = time.monotonic()
 
     def prefill(self, done: int, total: int) -> None:
         """Say that so many tokens of the prompt were read."""
@@ -208,8 +218,12 @@ def summary_lines(stats: Stats) -> list[str]:
     return lines
 
 
-def forgive_encoding() -> None:
-    """Let no character that the terminal's encoding lacks end the program: it is shown as '?'."""
+def prepare_streams() -> None:
+    """Let no character that an encoding lacks end the program: it is shown as '?'. Messages for a standard
+    error that was closed before the start go nowhere, instead of into the next file that is opened.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

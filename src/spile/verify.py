@@ -123,9 +123,10 @@ class Report:
         if self.files is not None and not self.files.ok:
             num = len(self.files.damaged)
             return f"DAMAGED: {num:,} piece{'s' if num > 1 else ''} of the files changed"
-        if "different" in states or "failed" in states:
-            bad = states.count("different") + states.count("failed")
-            return f"DIFFERENT: {bad} of {len(states)} runs did not give the first run's logits"
+        if "different" in states:
+            return f"DIFFERENT: {states.count('different')} of {len(states)} runs gave other logits than the first"
+        if "failed" in states:
+            return f"FAILED: {states.count('failed')} of {len(states)} runs did not end well"
         if not self.ok:
             return "NOT SHOWN: fewer than two configurations could run, so nothing was compared"
         runs = f"{states.count('ok')} runs gave the same logits, bit for bit"

@@ -185,6 +185,8 @@ def export(run: Run, documents: data.Documents, out: Path) -> None:
 
     weights, read_shape = from_folder(out)
     assert read_shape == shape, "config.json does not hold the shape that was trained"
+    differing = [name for name, w in run.weights.items() if not torch.equal(w.float(), weights[name].float())]
+    assert not differing, f"the files do not hold the trained weights: {differing}"
     text_rows = documents.held_out_rows(run.options.row_tokens, chat=False)
     chat_rows = documents.held_out_rows(run.options.row_tokens, chat=True)
     trained, _ = held_out_loss(run.weights, shape, text_rows, torch.float32)

@@ -50,7 +50,7 @@ class EngineOptions:
                 raise OptionError(f"{name} is {value!r}: it must be an integer from 1 to {most:,}")
 
 
-def open_engine(model: MapleModel, options: EngineOptions, *, tokenizer_nbytes: int = 0) -> Engine:
+def open_engine(model: MapleModel, options: EngineOptions) -> Engine:
     """Open the cpu engine, the only one so far. Touches disk: weights that stay resident are read.
 
     Raises:
@@ -60,7 +60,7 @@ def open_engine(model: MapleModel, options: EngineOptions, *, tokenizer_nbytes: 
     """
     from spile.engines.cpu.engine import CpuEngine
 
-    return CpuEngine(model, options, tokenizer_nbytes=tokenizer_nbytes)
+    return CpuEngine(model, options)
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

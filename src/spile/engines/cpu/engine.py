@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from spile import _core
 from spile.architectures.maple import MapleModel
 from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
+from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import ContextError, OptionError
 from spile.experts import ExpertTable
@@ -48,7 +50,7 @@ class CpuEngine:
     name = "cpu"
     exact = True
 
-    def __init__(self, model: MapleModel, options: EngineOptions, *, tokenizer_nbytes: int = 0) -> None:
+    def __init__(self, model: MapleModel, options: EngineOptions) -> None:
         """Plan, open files, read what stays resident.
 
         Raises: BudgetError, OptionError, ReadError, CheckpointError.
@@ -63,7 +65,7 @@ class CpuEngine:
             )
         self._threads = options.threads or physical_cores()
         table = ExpertTable(model)
-        plan = make_plan(model, table, options, tokenizer_nbytes=tokenizer_nbytes)
+        plan = make_plan(model, table, options)
         self._plan, self._kv_bits = plan, options.kv_bits
         self.context = plan.context
         self._closed = False
@@ -82,10 +84,12 @@ class CpuEngine:
                     self._weights.tensor(f"{model.embedding_name}.{part}")
                     for part in ("weight", "scales", "biases")
                 )
+                self._head = Head(model, None, config.vocab_size, self._weights)
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
                 self._policy = Policy(table.num_layers, table.num_experts)
                 self._experts = Slots(table, self._store, self._policy, plan.num_slots)
+                self._head = Head(model, self._store, plan.num_head_rows, self._weights)
                 # Rows are far smaller than a page: they are read through the page cache in any case.
                 self._rows_store = Store(model.checkpoint.shards, direct=False)
                 self._rows = EmbeddingRows(model, self._rows_store)
@@ -150,7 +154,9 @@ class CpuEngine:
             total = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
             reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
             experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
-        budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes else ""
+            if plan.num_head_rows < self.vocab_size:
+                experts += f", {1 - plan.num_head_rows / self.vocab_size:.0%} of the head streamed"
+        budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
         plural = "" if self._threads == 1 else "s"
         return (
             f"{budget}{experts}, KV {'FP16' if self._kv_bits == 16 else 'float32'}, context {self.context:,}, "
@@ -191,7 +197,8 @@ class CpuEngine:
             first_wanted = max(start, total - num_logits)
             if first_wanted < end:
                 at = first_wanted - (total - num_logits)
-                self._decoder.logits(out[at : at + end - first_wanted])
+                self._decoder.finish(end - first_wanted)
+                self._head.logits(self._decoder, out[at : at + end - first_wanted])
             state.cache.position += end - start
 
     def _run_layers(
@@ -216,8 +223,10 @@ class CpuEngine:
                 decoder.dense(layer)
             else:
                 num = decoder.route(layer, ids, counts)
-                for some_ids, addresses in self._experts.fetch(layer, ids[:num], counts[:num]):
-                    decoder.experts(layer, some_ids, addresses)
+                batches = self._experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
+                with closing(batches):  # an interrupt between two batches settles the reads in flight
+                    for some_ids, addresses in batches:
+                        decoder.experts(layer, some_ids, addresses)
                 decoder.combine()
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
@@ -250,6 +259,5 @@ class CpuEngine:
         )
         for layer in range(config.num_hidden_layers):
             decoder.set_layer(layer, self._weights.layer(layer))
-        head = [self._weights.tensor(f"lm_head.{part}") for part in ("weight", "scales", "biases")]
-        decoder.set_head(self._weights.tensor("model.norm.weight"), *head)
+        decoder.set_final_norm(self._weights.tensor("model.norm.weight"))
         return decoder

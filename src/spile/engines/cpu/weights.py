@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures.maple import Form, MapleModel
+from spile.checkpoint import read_into
 from spile.errors import ReadError
 from spile.experts import Extent, read_alphas, read_row_alpha
 from spile.store import Store
@@ -80,6 +81,14 @@ class Weights:
             tensor = self._model.checkpoint.tensors[name]
             return self.shard_addresses[tensor.shard] + tensor.offset
         return self._keep(self._model.checkpoint.read(name))
+
+    def rows(self, name: str, first: int, count: int) -> int:
+        """Return the address of a private copy of some rows of a tensor. Touches disk."""
+        tensor = self._model.checkpoint.tensors[name]
+        nbytes = tensor.nbytes // tensor.shape[0]
+        data = np.empty(count * nbytes, np.uint8)
+        read_into(self._model.checkpoint.shards[tensor.shard], tensor.offset + first * nbytes, data)
+        return self._keep(data)
 
     def _linear(self, addresses: dict[str, int], name: str, prefix: str) -> None:
         addresses[name] = self.tensor(f"{prefix}.weight")

@@ -1,0 +1,104 @@
+"""Lines for a person: numbers as they are, and nothing where they cannot be told."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from spile.errors import WriteError
+from spile.generate import Stats
+from spile.terminal import (
+    LiveLine,
+    Stdout,
+    StdoutClosedError,
+    bytes_text,
+    generation_text,
+    prefill_text,
+    summary_lines,
+)
+
+STATS = Stats(
+    prompt_tokens=1234,
+    completion_tokens=56,
+    prompt_tokens_per_second=98.76,
+    tokens_per_second=12.34,
+    time_to_first_token_seconds=1.5,
+    peak_memory_bytes=612_300_000,
+    resident_expert_bytes=300_000_000,
+    bytes_read=1_234_000_000,
+    expert_hits=831,
+    expert_misses=169,
+    stall_seconds=0.5,
+    engine="cpu",
+    exact=True,
+)
+
+
+def changed(**values: object) -> Stats:
+    return Stats(**{**STATS.as_dict(), **values})
+
+
+def test_summary_has_the_lines_of_the_issue() -> None:
+    assert summary_lines(STATS) == [
+        "Prompt: 1,234 tokens, 98.8 tok/s",
+        "Generation: 56 tokens, 12.3 tok/s",
+        "Peak memory: 612 MB",
+        "Experts: 1.23 GB read, 83.1 % hits (831 of 1,000)",
+    ]
+
+
+def test_rates_that_cannot_be_told_are_dashes() -> None:
+    lines = summary_lines(changed(tokens_per_second=None, expert_hits=0, expert_misses=0, bytes_read=0))
+    assert lines[1] == "Generation: 56 tokens, - tok/s"
+    assert lines[3] == "Experts: 0 B read, no expert wanted"
+
+
+def test_approximate_answers_say_so() -> None:
+    assert summary_lines(changed(exact=False))[-1].startswith("Approximate: ")
+
+
+def test_live_texts() -> None:
+    assert prefill_text(50, 200, 2.0) == "reading the prompt: 25 % of 200 tokens, 25.0 tok/s"
+    assert prefill_text(0, 200, 0.0) == "reading the prompt: 0 % of 200 tokens"
+    assert generation_text(1, 0.0, 5_000_000, None) == "1 tokens, memory 5.0 MB"
+    assert generation_text(11, 2.0, 612_300_000, 0.5) == "11 tokens, 5.0 tok/s, memory 612 MB, 50.0 % hits"
+    assert bytes_text("writing", 1, 4_000_000) == "writing: 0 % of 4.0 MB"
+    assert bytes_text("writing", 0, 0) == "writing: 0 % of 0 B"
+
+
+def test_live_line_is_silent_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    line = LiveLine(stream)
+    line.show(lambda: pytest.fail("made a text that nobody sees"), at_once=True)
+    line.clear()
+    assert stream.getvalue() == ""
+
+
+def test_line_is_ended_only_once() -> None:
+    stream = io.StringIO()
+    stdout = Stdout(stream)
+    stdout.end_line()
+    stdout.write("a")
+    stdout.end_line()
+    stdout.end_line()
+    assert stream.getvalue() == "a\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (BrokenPipeError(), StdoutClosedError),
+        (OSError(28, "No space left on device"), WriteError),
+        (ValueError("I/O operation on closed file"), WriteError),
+    ],
+)
+def test_output_that_fails_is_told_apart(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.StringIO):
+        def write(self, text: str) -> int:
+            raise raised
+
+    with pytest.raises(expected):
+        Stdout(Failing()).write("a")
