@@ -9,6 +9,10 @@
 namespace spile {
 namespace {
 
+#if defined(__linux__) && !defined(MADV_POPULATE_READ)
+#define MADV_POPULATE_READ 22  // Linux 5.14; the headers of older C libraries lack it
+#endif
+
 constexpr uint64_t kLargestCall = 1u << 30;  // Linux stops a read at 2 GiB less a page, macOS refuses more than INT_MAX
 constexpr uint64_t kPage = 4096;             // where a direct read may begin, as in store.py
 
@@ -16,7 +20,7 @@ constexpr uint64_t kPage = 4096;             // where a direct read may begin, a
 int make_present(uint8_t* at, uint64_t nbytes) {
   const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
   const uintptr_t start = (uintptr_t)at / page * page, end = ((uintptr_t)at + nbytes + page - 1) / page * page;
-#if defined(__linux__) && defined(MADV_POPULATE_READ)
+#if defined(__linux__)
   if (madvise(reinterpret_cast<void*>(start), end - start, MADV_POPULATE_READ) == 0) return 0;
   if (errno == EFAULT) return errno;  // touching the pages would kill the process
 #endif

@@ -31,7 +31,12 @@ class Reader:
     def drain(self) -> None: ...
     def counters(self) -> tuple[int, int, float]: ...
     def set_faults(
-        self, max_bytes: int = 0, interrupt_every: int = 0, fail_at: int = 0, fail_with: int = 0, page: int = 0
+        self,
+        max_bytes: int = 0,
+        interrupt_every: int = 0,
+        fail_at: int = 0,
+        fail_with: int = 0,
+        page: int = 0,
     ) -> None: ...
 
 class KvCache:

@@ -9,7 +9,9 @@ import os
 import sys
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
 _UNLIMITED = 2**60  # version 1 writes "no limit" as a number just below 2**63
 
 
@@ -20,7 +22,7 @@ def physical_cores() -> int:
     allowed = sorted(os.sched_getaffinity(0))
     cores = set()
     for cpu in allowed:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        path = CPUS / f"cpu{cpu}/topology/thread_siblings_list"
         try:
             cores.add(path.read_text().strip())
         except OSError:
@@ -54,7 +56,10 @@ def _darwin_cores() -> int:
 
     try:  # performance cores: the efficiency cores would hold every loop's end back
         found = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True, check=True
+            ["/usr/sbin/sysctl", "-n", "hw.perflevel0.physicalcpu"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return max(1, int(found.stdout))
     except (OSError, ValueError, subprocess.CalledProcessError):
@@ -62,6 +67,8 @@ def _darwin_cores() -> int:
 
 
 def _cpu_quota() -> int | None:
+    """Return the cores' worth of time of the tightest group, rounded up."""
+    quotas = []
     for folder in _cgroup_folders("cpu"):
         try:
             if (folder / "cpu.max").exists():
@@ -70,25 +77,25 @@ def _cpu_quota() -> int | None:
                 quota = (folder / "cpu.cfs_quota_us").read_text().strip()
                 period = (folder / "cpu.cfs_period_us").read_text().strip()
             if quota not in ("max", "-1"):
-                return max(1, -(-int(quota) // int(period)))
-        except (OSError, ValueError):
+                quotas.append(max(1, -(-int(quota) // int(period))))
+        except (OSError, ValueError, ZeroDivisionError):
             continue
-    return None
+    return min(quotas, default=None)
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
     """List this process's control-group folders for a controller, innermost first, up to the root."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return []
     folders = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root = _CGROUP if (_CGROUP / "cgroup.controllers").exists() else _CGROUP / "unified"
+            root = CGROUPS if (CGROUPS / "cgroup.controllers").exists() else CGROUPS / "unified"
         elif controller in controllers.split(","):
-            root = next((p for p in (_CGROUP / controllers, _CGROUP / controller) if p.exists()), _CGROUP)
+            root = next((p for p in (CGROUPS / controllers, CGROUPS / controller) if p.exists()), CGROUPS)
         else:
             continue
         folder = root / path.lstrip("/")
@@ -111,13 +118,20 @@ def _cgroup_memory() -> list[tuple[int, int]]:
             if text == "max" or int(text) >= _UNLIMITED:
                 continue
             used = int((folder / ("memory.current" if v2 else "memory.usage_in_bytes")).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            keys = ("active_file", "inactive_file") if v2 else ("total_active_file", "total_inactive_file")
-            cache = sum(int(stat.get(key, 0)) for key in keys)
-            found.append((int(text), max(0, used - cache)))
+            found.append((int(text), max(0, used - _cached(folder / "memory.stat", v2))))
         except (OSError, ValueError):
             continue
     return found
+
+
+def _cached(path: Path, v2: bool) -> int:
+    """Return the bytes of file cache that a group's memory.stat counts; 0 where it cannot be read."""
+    keys = ("active_file", "inactive_file") if v2 else ("total_active_file", "total_inactive_file")
+    try:
+        stat = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        return sum(int(stat.get(key, 0)) for key in keys)
+    except (OSError, ValueError):
+        return 0
 
 
 def _cgroup_memory_left() -> int | None:

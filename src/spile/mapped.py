@@ -1,14 +1,14 @@
 """Turns mapped shards into experts that are all resident: the pool of a machine where everything fits.
 
-Files are used in place, with no load time. It offers the engine what `slots.Slots` offers. Faulting experts in a page
-at a time is many times slower than reading them, so until the files have been made present once, in the background,
-the experts that a token wants are touched by reader threads first.
+Files are used in place, with no load time. It offers the engine what `slots.Slots` offers. Faulting experts
+in a page at a time is many times slower than reading them, so until the files have been made present once, in
+the background, the experts that a token wants are touched by reader threads first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages presen
 class MappedExperts:
     """Every expert in place in mapped shards: the pool of a machine where all fits.
 
-    Until the whole file has been made present once, the experts that a token wants are touched by reader threads
-    before the computation would fault them in one page after the other.
+    Until the whole file has been made present once, the experts that a token wants are touched by reader
+    threads before the computation would fault them in one page after the other.
     """
 
     def __init__(self, table: ExpertTable, shard_addresses: Sequence[int], touch: Touch | None) -> None:
@@ -44,11 +44,13 @@ class MappedExperts:
             for part, extent in enumerate(first):
                 base = shard_addresses[extent.shard] + extent.offset
                 rows = slice(layer * table.num_experts, (layer + 1) * table.num_experts)
-                self._addresses[rows, part] = base + np.arange(table.num_experts, dtype=np.uint64) * extent.nbytes
+                self._addresses[rows, part] = (
+                    base + np.arange(table.num_experts, dtype=np.uint64) * extent.nbytes
+                )
 
     def fetch(
         self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         """Yield all of `ids` at once, in their ascending order."""
         self.hits += len(ids)
         addresses = self._addresses[layer * self._num_experts + ids.astype(np.int64)]

@@ -1,9 +1,11 @@
-"""Turns one memory budget into slots, resident head rows, prefill chunk and KV room, or refuses with the numbers.
+"""Turns one memory budget into slots, resident head rows, prefill chunk and KV room, or refuses with the
+numbers.
 
-It reads no weights; it knows sizes from headers and what the process holds now. The budget is the process: what is
-resident when the engine opens counts, and so does everything that will be. How it gives memory away: first what nothing
-runs without, then a prefill chunk and a context in proportion to the budget, then the head (every row kept saves its
-bytes at every token), and the rest to experts (a slot saves a part of its bytes at every token).
+It reads no weights; it knows sizes from headers and what the process holds now. The budget is the process:
+what is resident when the engine opens counts, and so does everything that will be. How it gives memory away:
+first what nothing runs without, then a prefill chunk and a context in proportion to the budget, then the head
+(every row kept saves its bytes at every token), and the rest to experts (a slot saves a part of its bytes at
+every token).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ CHUNK_SHARE = 0.08  # of the budget that a longer chunk's activations may take
 KV_SHARE = 0.10  # of the budget that the growing KV caches may take, if nobody names a context
 LEAST_CONTEXT = 512
 HEAD_PIECE_ROWS, HEAD_RING_PIECES = 1024, 4  # of a streamed head: 1.2 MB a piece of a full-size one
-# What nobody counts: allocator slack, thread stacks, Python objects of a run. Measured on the full-size model between
-# the sum of the parts and the high-water mark: 4 to 8 MB (2026-11-30).
+# What nobody counts: allocator slack, thread stacks, Python objects of a run. Measured on the full-size model
+# between the sum of the parts and the high-water mark: 4 to 8 MB (2026-11-30).
 MARGIN_NBYTES = 12_000_000
 AVAILABLE_SHARE = 0.9  # of the memory that is free now, which an unnamed budget may take
 
@@ -79,11 +81,11 @@ def make_plan(model: MapleModel, table: ExpertTable, options: EngineOptions) -> 
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
         if plan.parts.total <= room or options.io == "mapped" or not num_experts:
             return plan
+    is_direct = options.io == "direct"
     if options.io == "auto":
-        # Read buffered where memory outside the budget could keep the whole checkpoint warm, for nothing; else direct.
+        # Read buffered where memory outside the budget could keep the whole checkpoint warm, for nothing;
+        # else direct.
         is_direct = available - (room - process) < total
-    else:
-        is_direct = options.io == "direct"
     return _pool_plan(model, table, options, process, room, num_experts, is_direct)
 
 
@@ -142,8 +144,8 @@ def _pool_plan(
     least = parts(chunk, context, 0, least_slots).total
     if options.slots is None and least > room:
         raise BudgetError(
-            f"{model.checkpoint.folder} needs {format_size(least)} with a context of {context:,} tokens and a prefill "
-            f"chunk of {chunk}, and the budget is {format_size(room)}",
+            f"{model.checkpoint.folder} needs {format_size(least)} with a context of {context:,} tokens "
+            f"and a prefill chunk of {chunk}, and the budget is {format_size(room)}",
             f"Give --memory {-(-least // 1_000_000)}MB or more"
             + (", or a smaller --context." if options.context else "."),
         )
@@ -200,7 +202,9 @@ def head_nbytes(model: MapleModel, num_rows: int) -> int:
 
 
 def resident_weight_nbytes(model: MapleModel) -> int:
-    """Bytes of the weights that a pool's engine reads at the start: all but experts' codes, embeddings and head."""
+    """Bytes of the weights that a pool's engine reads at the start: all but experts' codes, embeddings and
+    head.
+    """
     config = model.config
     apart = ("lm_head", "head.", model.embedding_name)
     nbytes = sum(

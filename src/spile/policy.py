@@ -1,9 +1,9 @@
 """Decides which resident expert gives up its slot. Ids and numbers only: no bytes, no files, no engine.
 
-The model walks its layers in a cycle, so the expert that is wanted latest is the one to give up. When expert x of
-layer l is wanted next is estimated in layers: (1 / p - 1) cycles of waiting, p being how often tokens chose x
-lately, and the distance from the current layer to l. The distance is what makes a pool below one token's cycle
-useful: a plain LRU gives up the very experts whose layers come next and never hits.
+The model walks its layers in a cycle, so the expert that is wanted latest is the one to give up. When expert
+x of layer l is wanted next is estimated in layers: (1 / p - 1) cycles of waiting, p being how often tokens
+chose x lately, and the distance from the current layer to l. The distance is what makes a pool below one
+token's cycle useful: a plain LRU gives up the very experts whose layers come next and never hits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The experts in memory: one pool of slots, and the table (layer, expert) -> slot that changes with it.
 
-It hands out addresses of packed codes and waits for reads. It knows no arithmetic, and asks `policy` whom to give up.
+It hands out addresses of packed codes and waits for reads. It knows no arithmetic, and asks `policy` whom to
+give up.
 
-A slot is free, loading, or holds one expert; one that is loading or in use by the engine is never overwritten. An
-expert is resident from the moment its read ended well: a failed read leaves its slot free.
+A slot is free, loading, or holds one expert; one that is loading or in use by the engine is never
+overwritten. An expert is resident from the moment its read ended well: a failed read leaves its slot free.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +25,8 @@ from spile.store import PAGE_NBYTES, Store, private_memory
 Batch = tuple[NDArray[np.int32], NDArray[np.uint64]]  # expert ids [n], addresses [n, 3] of gate, up, down
 _FREE = -1
 _GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
-# Loads in flight at a time. 16 experts are 48 reads: enough to keep every reader thread busy, few enough that a
-# long list of misses does not give up experts long before their successors arrive.
+# Loads in flight at a time. 16 experts are 48 reads: enough to keep every reader thread busy, few enough that
+# a long list of misses does not give up experts long before their successors arrive.
 _MAX_IN_FLIGHT = 16
 
 
@@ -39,8 +40,8 @@ class Slots:
     """A pool of S slots over the experts of one model.
 
     Invariant: `slot_to_key[s] == k` exactly when `key_to_slot[k] == s`, and slot s then holds expert k whole.
-    A Ctrl-C may come between any two statements and break it; `slot_to_key` alone is true at every moment, and what
-    follows such a fetch makes the rest agree with it first.
+    A Ctrl-C may come between any two statements and break it; `slot_to_key` alone is true at every moment,
+    and what follows such a fetch makes the rest agree with it first.
     """
 
     def __init__(self, table: ExpertTable, store: Store, policy: Policy, num_slots: int) -> None:
@@ -73,14 +74,14 @@ class Slots:
 
     def fetch(
         self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         """Yield every expert of `ids` (ascending, each once) in batches, reading those that are missing.
 
         Where the order is free, residents come first and the others as their reads end; `in_order` keeps the
-        ascending one. Misses are read in file order, as far ahead as there are slots that this layer does not need
-        any more. `counts` says how many tokens want each. A batch's addresses hold until the next is asked for.
-        A fetch that is given up ends when it is closed, or else when the next one begins: its reads end, and what
-        they brought is dropped.
+        ascending one. Misses are read in file order, as far ahead as there are slots that this layer does not
+        need any more. `counts` says how many tokens want each. A batch's addresses hold until the next is
+        asked for. A fetch that is given up ends when it is closed, or else when the next one begins: its
+        reads end, and what they brought is dropped.
 
         Raises: ReadError; nothing that failed is resident then, and what was in flight has ended.
         """
@@ -96,7 +97,7 @@ class Slots:
 
     def _batches(
         self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], in_order: bool
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         keys = layer * self._num_experts + ids.astype(np.int64)
         slots = self._key_to_slot[keys]
         is_hit = slots != _FREE
@@ -137,8 +138,8 @@ class Slots:
     ) -> list[int]:
         """Take the longest run of experts, in ascending order, that is there; waits where it would be empty.
 
-        Returns nothing when a resident expert had to be given up so that an earlier one can be loaded: it is among
-        the misses then.
+        Returns nothing when a resident expert had to be given up so that an earlier one can be loaded: it is
+        among the misses then.
         """
         experts: list[int] = []
         while hits or loading:
@@ -159,7 +160,7 @@ class Slots:
         return experts
 
     def lend(self, nbytes: int) -> None:
-        """Give up experts worth `nbytes` and hand their memory back to the system; later loads take it again."""
+        """Give up experts worth `nbytes` and hand their memory back to the system until later loads."""
         if self._fetch is not None:
             self._recover()
         wanted = min(self.num_slots, -(-nbytes // self.slot_nbytes))

@@ -1,8 +1,8 @@
 """Turns extents of shards into bytes in given buffers: the only reader of expert bytes.
 
 Reads are positional and run on native threads that hold no GIL. Direct reads go round the page cache in whole
-pages, so a buffer starts on a page and an extent begins `delta` bytes behind it, in buffered mode too: where an
-expert's bytes lie does not depend on how they came. It knows nothing of layers, slots or policies.
+pages, so a buffer starts on a page and an extent begins `delta` bytes behind it, in buffered mode too: where
+an expert's bytes lie does not depend on how they came. It knows nothing of layers, slots or policies.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ from spile.errors import ReadError
 from spile.experts import Extent
 
 PAGE_NBYTES = 4096  # of direct reads: every file system in use takes this alignment
-NUM_THREADS = 8  # queue depth: beyond it random reads of 262 kB got no faster (measured, virtio disk, 2026-11-30)
+NUM_THREADS = (
+    8  # queue depth: beyond it random reads of 262 kB got no faster (measured, virtio disk, 2026-11-30)
+)
 
 
 class Store:
@@ -125,9 +128,9 @@ class Store:
         """
         rooms = [self.room(extent) for extent in extents]
         buffer = aligned_buffer(sum(rooms))
-        starts = np.cumsum([0, *rooms[:-1]]) if rooms else []
+        starts = [0, *accumulate(rooms[:-1])]
         base = buffer.ctypes.data
-        self.wait(self.submit(extents, [base + int(start) for start in starts]))
+        self.wait(self.submit(extents, [base + start for start in starts]))
         return [
             buffer[start + self.delta(extent) : start + self.delta(extent) + extent.nbytes]
             for start, extent in zip(starts, extents, strict=True)

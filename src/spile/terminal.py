@@ -91,6 +91,7 @@ class LiveLine:
         """Take the line away."""
         if self._is_shown:
             self._is_shown = False
+            self._shown_at = float("-inf")
             self._write(_ERASE_LINE)
 
     def _place(self, text: str) -> str:
@@ -223,7 +224,7 @@ def prepare_streams() -> None:
     error that was closed before the start go nowhere, instead of into the next file that is opened.
     """
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as long as the process)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

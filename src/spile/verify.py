@@ -124,7 +124,8 @@ class Report:
             num = len(self.files.damaged)
             return f"DAMAGED: {num:,} piece{'s' if num > 1 else ''} of the files changed"
         if "different" in states:
-            return f"DIFFERENT: {states.count('different')} of {len(states)} runs gave other logits than the first"
+            num = states.count("different")
+            return f"DIFFERENT: {num} of {len(states)} runs gave other logits than the first"
         if "failed" in states:
             return f"FAILED: {states.count('failed')} of {len(states)} runs did not end well"
         if not self.ok:

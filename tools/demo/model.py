@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+aten = torch.ops.aten
 CLAMP = 7.0  # silu(min(gate, 7)) * clip(up, -7, 7)
 
 
@@ -177,15 +178,18 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple:
         gate_up, weight = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
-        clipped, clamped = up.clamp(-CLAMP, CLAMP), gate.clamp(max=CLAMP)
-        sigmoid = clamped.sigmoid()
-        silu = clamped * sigmoid
-        grad_weight = (grad * silu * clipped).sum(-1, keepdim=True, dtype=torch.float32)
-        scaled = grad * weight.to(grad.dtype)
-        grad_up = (scaled * silu).mul_(up == clipped)
-        # d silu = sigmoid + silu * (1 - sigmoid)
-        grad_gate = scaled.mul_(clipped).mul_(torch.addcmul(sigmoid, silu, 1 - sigmoid)).mul_(gate == clamped)
-        return torch.cat([grad_gate, grad_up], -1), grad_weight
+        clamped, clipped = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        silu = F.silu(clamped)
+        through_silu = grad * silu
+        grad_weight = (through_silu * clipped).sum(-1, keepdim=True, dtype=torch.float32)
+        weight = weight.to(grad.dtype)
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+        torch.mul(through_silu, weight, out=through_silu)
+        aten.hardtanh_backward.grad_input(through_silu, up, -CLAMP, CLAMP, grad_input=grad_up)
+        through_up = aten.silu_backward((grad * weight).mul_(clipped), clamped)
+        aten.hardtanh_backward.grad_input(through_up, gate, float("-inf"), CLAMP, grad_input=grad_gate)
+        return grad_gate_up, grad_weight
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -200,51 +204,46 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attention(weights: dict, layer: int, shape: Shape, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Causal attention over [B, T, D]; on sliding layers T is a multiple of the window or shorter than it."""
+    """Causal attention over [B, T, D]; on sliding layers T is a multiple of the window or shorter than it.
+
+    Plain products: with a mask, and on the CPU, PyTorch's fused attention takes twice as long.
+    """
     B, T, _ = x.shape
     H, KV, hd = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    G, sliding = H // KV, shape.is_sliding(layer)
     qkv = F.linear(x, weights[f"{layer}.qkv"].to(dtype)).view(B, T, H + 2 * KV, hd)
-    q, k, v = qkv.split((H, KV, KV), 2)
-    q = _rms_norm(q.float(), weights[f"{layer}.q_norm"], shape.rms_norm_eps)
-    k = _rms_norm(k.float(), weights[f"{layer}.k_norm"], shape.rms_norm_eps)
-    sliding = shape.is_sliding(layer)
+    scale = (weights[f"{layer}.q_norm"] * hd**-0.5).expand(H, hd)  # with the scale of the scores
+    scale = torch.cat([scale, weights[f"{layer}.k_norm"].expand(KV, hd)])
+    qk = F.rms_norm(qkv[:, :, : H + KV].float(), (hd,), eps=shape.rms_norm_eps) * scale  # [B, T, H + KV, hd]
     if sliding:
         R = int(hd * shape.partial_rotary_factor)
         frequency = shape.rope_theta ** (-torch.arange(0, R, 2, dtype=torch.float32) / R)  # [R/2]
         angle = (torch.arange(T, dtype=torch.float32)[:, None] * frequency)[:, None]  # [T, 1, R/2]
-        q, k = _rotate(q, angle.cos(), angle.sin()), _rotate(k, angle.cos(), angle.sin())
-    q = q.to(dtype).transpose(1, 2)  # [B, H, T, hd]
-    k = k.to(dtype).repeat_interleave(H // KV, 2).transpose(1, 2)
-    v = v.repeat_interleave(H // KV, 2).transpose(1, 2)
-    W = shape.sliding_window
-    if not sliding or T <= W:
-        at = torch.arange(T)
-        out = _attend(q, k, v, at[:, None] >= at)
-    else:  # blocks of W queries against their own block and the one before it
-        assert T % W == 0, f"{T} tokens are not whole windows of {W}"
-        n = T // W
-        q = q.unflatten(2, (n, W))  # [B, H, n, W, hd]
-        k = _with_previous(k.unflatten(2, (n, W)))  # [B, H, n, 2W, hd]
-        v = _with_previous(v.unflatten(2, (n, W)))
-        at, key = torch.arange(W)[:, None] + W, torch.arange(2 * W)
-        seen = (key <= at) & (key > at - W)  # [W, 2W]
-        out = _attend(q, k, v, torch.stack([seen & (key >= W)] + [seen] * (n - 1))).flatten(2, 3)
-    return F.linear(out.transpose(1, 2).reshape(B, T, H * hd), weights[f"{layer}.o"].to(dtype))
+        qk = _rotate(qk, angle.cos(), angle.sin())
+    q, k = qk.to(dtype).split((H, KV), 2)
 
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of [..., Tq, hd] to [..., Tk, hd] where `seen` [.., Tq, Tk].
-
-    Plain products: with a mask, and on the CPU, PyTorch's fused attention takes twice as long forward and
-    backward.
-    """
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    scores = scores + torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf"))
-    return scores.softmax(-1) @ v
+    # n blocks of W queries; with a window, each against its own block and the one before it.
+    W = shape.sliding_window if sliding and T > shape.sliding_window else T
+    assert T % W == 0, f"{T} tokens are not whole windows of {W}"
+    n = T // W
+    q = q.reshape(B, n, W, KV, G, hd).permute(0, 3, 1, 4, 2, 5).reshape(B, KV, n, G * W, hd)
+    k = k.transpose(1, 2).unflatten(2, (n, W))  # [B, KV, n, W, hd]
+    v = qkv[:, :, H + KV :].transpose(1, 2).unflatten(2, (n, W))
+    at = torch.arange(W)
+    seen = (at[:, None] >= at).expand(n, W, W)  # block, query, key
+    if n > 1:
+        k, v = _with_previous(k), _with_previous(v)  # [B, KV, n, 2W, hd]
+        before = (at > at[:, None]).repeat(n, 1, 1)
+        before[0] = False
+        seen = torch.cat([before, seen], 2)
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf")).repeat(1, G, 1)
+    out = (q @ k.transpose(-1, -2) + mask).softmax(-1) @ v  # [B, KV, n, G * W, hd]
+    out = out.view(B, KV, n, G, W, hd).permute(0, 2, 4, 1, 3, 5).reshape(B, T, H * hd)
+    return F.linear(out, weights[f"{layer}.o"].to(dtype))
 
 
 def _with_previous(blocks: Tensor) -> Tensor:
-    """[B, H, n, W, hd] -> [B, H, n, 2W, hd]: each block after the one before it (zeros before the first)."""
+    """[B, KV, n, W, hd] -> [B, KV, n, 2W, hd]: each block after the one before it (at first, zeros)."""
     return torch.cat([F.pad(blocks[:, :, :-1], (0, 0, 0, 0, 1, 0)), blocks], 3)
 
 
@@ -320,8 +319,9 @@ class _CrossEntropy(torch.autograd.Function):
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
         for x, y, grad in zip(*(t.split(1024) for t in (hidden, labels, grad_hidden)), strict=True):
             logits = F.linear(x, head).float()  # [1024, V]
-            loss -= float(F.log_softmax(logits, -1).gather(1, y[:, None]).double().sum())
-            slope = logits.softmax(-1)
+            log_p = logits.log_softmax(-1)
+            loss -= float(log_p.gather(1, y[:, None]).double().sum())
+            slope = log_p.exp_()
             slope.scatter_add_(1, y[:, None], torch.full((len(y), 1), -1.0))
             slope = slope.mul_(1 / n).to(head.dtype)
             torch.mm(slope, head, out=grad)

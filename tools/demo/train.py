@@ -2,8 +2,9 @@
 
 Does not know the files of the model that is shipped (export.py does). The run folder holds
 `tokenizer.json`, `checkpoint.pt` (replaced atomically), `log` and `pid`. The learning rate is tied to the
-seconds trained, so the run ends when it should on a machine of any speed. A step counts for ten seconds at
-most: time in which the process was stopped (`kill -STOP`) or the machine slept is not training time.
+seconds trained, so the run ends when it should on a machine of any speed. A step counts for 30 seconds at
+most: time in which the process was stopped (`kill -STOP`) or the machine slept is not training time. At
+SIGTERM the run saves itself and ends.
 
 One process for each core, each with one thread and its share of a batch's rows; masters, weights, moments
 and gradients lie in shared memory. A step is: gradients of the own rows, (all wait) the sum and norm of the
@@ -17,6 +18,7 @@ higher, at a fifth fewer tokens a second (batch 16 x 512, two learning rates).
 
 import json
 import os
+import signal
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from demo import data, model
 
-STEP_SECONDS_CAP = 10.0
+STEP_SECONDS_CAP = 30.0
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,8 @@ def train(
     source = data.batches(documents, options.row_tokens, options.batch, run.pass_id, run.row)
     losses, balances, since, tokens_before = [], [], time.monotonic(), run.tokens
     at = time.monotonic()
+    told_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     while run.seconds < options.seconds:
         ids, labels, position = next(source)
         loss, balance = team.step(ids, labels)
@@ -319,9 +323,11 @@ def train(
                 tokens_per_second=round(speed),
             )
             losses, balances, since, tokens_before = [], [], now, run.tokens
-        if run.seconds >= next_save or run.seconds >= options.seconds:
+        if run.seconds >= next_save or run.seconds >= options.seconds or told_to_end.is_set():
             run.save()
             next_save = run.seconds + save_seconds
+        if told_to_end.is_set():
+            break
         if run.seconds >= next_eval or run.seconds >= options.seconds:
             text, counts = held_out_loss(run.weights, run.shape, plain, torch.bfloat16)
             answer, _ = held_out_loss(run.weights, run.shape, chat, torch.bfloat16)

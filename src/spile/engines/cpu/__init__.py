@@ -1,1 +1,3 @@
-"""The cpu engine: Maple on the native core, exact to the bit whatever the budget, threads, chunk or instruction set."""
+"""The cpu engine: Maple on the native core, exact to the bit whatever the budget, threads, chunk or
+instruction set.
+"""

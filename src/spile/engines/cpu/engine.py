@@ -1,7 +1,7 @@
 """Turns token ids into logits on the CPU: walks Maple's layers over the native decoder and a pool of experts.
 
-It decides the order of work inside a token: attention, routing, the resident experts while the missing ones are read.
-It does no arithmetic of its own, and does not know how the pool chooses.
+It decides the order of work inside a token: attention, routing, the resident experts while the missing ones
+are read. It does no arithmetic of its own, and does not know how the pool chooses.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ class CpuEngine:
             if plan.is_mapped:
                 self._touch = Touch(self._weights.ranges)
                 self._experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
-                self._table = tuple(
+                codes, scales, biases = (
                     self._weights.tensor(f"{model.embedding_name}.{part}")
                     for part in ("weight", "scales", "biases")
                 )
+                self._table = codes, scales, biases
                 self._head = Head(model, None, config.vocab_size, self._weights)
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
@@ -117,18 +118,17 @@ class CpuEngine:
     def prefill(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
     ) -> NDArray[np.float32]:
-        """Append T tokens, a chunk at a time; return the logits [V] after the last, valid until the next call."""
-        self._run(state, token_ids, self._logits, 1, on_progress)
-        return self._logits[0]
+        """Append T tokens, a chunk at a time; return the logits [V] after the last, valid until the next
+        call.
+        """
+        return self._run(state, token_ids, self._logits, on_progress).reshape(-1)
 
     def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
-        self._run(state, [token_id], self._logits, 1, None)
-        return self._logits[0]
+        return self._run(state, [token_id], self._logits, None).reshape(-1)
 
     def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
         out = np.empty((len(token_ids), self.vocab_size), np.float32)
-        self._run(state, token_ids, out, len(token_ids), None)
-        return out
+        return self._run(state, token_ids, out, None)
 
     def counters(self) -> Counters:
         nbytes, reads, seconds, stall = 0, 0, 0.0, 0.0
@@ -159,8 +159,9 @@ class CpuEngine:
         budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
         plural = "" if self._threads == 1 else "s"
         return (
-            f"{budget}{experts}, KV {'FP16' if self._kv_bits == 16 else 'float32'}, context {self.context:,}, "
-            f"prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, {self._isa}"
+            f"{budget}{experts}, KV {'FP16' if self._kv_bits == 16 else 'float32'}, "
+            f"context {self.context:,}, prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, "
+            f"{self._isa}"
         )
 
     def close(self) -> None:
@@ -178,13 +179,13 @@ class CpuEngine:
         state: State,
         token_ids: Sequence[int],
         out: NDArray[np.float32],
-        num_logits: int,
         on_progress: Callable[[int, int], None] | None,
-    ) -> None:
-        """Append tokens chunk by chunk; write the logits of the last `num_logits` of them to `out`."""
+    ) -> NDArray[np.float32]:
+        """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them."""
         assert not self._closed, "the engine was closed"
-        assert isinstance(state, CpuState) and state.cache is not None, "a state of this engine, not closed"
-        total, chunk = len(token_ids), self._plan.prefill_chunk
+        assert isinstance(state, CpuState), "a state of this engine"
+        assert state.cache is not None, "the state was closed"
+        total, num_logits, chunk = len(token_ids), len(out), self._plan.prefill_chunk
         assert total > 0, "no tokens"
         if state.position + total > self.context:
             raise ContextError(
@@ -200,6 +201,7 @@ class CpuEngine:
                 self._decoder.finish(end - first_wanted)
                 self._head.logits(self._decoder, out[at : at + end - first_wanted])
             state.cache.position += end - start
+        return out
 
     def _run_layers(
         self,
@@ -214,8 +216,9 @@ class CpuEngine:
         if self._rows is None:
             decoder.begin(*self._table, np.array(token_ids, np.int64))
         else:
-            rows = self._rows.read(token_ids)
-            decoder.begin(*(part.ctypes.data for part in rows), np.arange(T, dtype=np.int64))
+            codes, scales, biases = self._rows.read(token_ids)
+            addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
+            decoder.begin(*addresses, np.arange(T, dtype=np.int64))
             self._policy.step(T)
         for layer in range(num_layers):
             decoder.attend(cache, layer)
@@ -225,8 +228,8 @@ class CpuEngine:
                 num = decoder.route(layer, ids, counts)
                 batches = self._experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
-                    for some_ids, addresses in batches:
-                        decoder.experts(layer, some_ids, addresses)
+                    for some_ids, places in batches:
+                        decoder.experts(layer, some_ids, places)
                 decoder.combine()
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)

@@ -1,8 +1,9 @@
-"""Turns the head's rows into logits: rows that are resident in place, the others read for each token, piece by piece.
+"""Turns the head's rows into logits: rows that are resident in place, the others read for each token, piece
+by piece.
 
-At a small budget the head (175 MB of a full-size Maple) does not fit beside the rest. Every row of it is needed for
-every token, so which rows stay does not matter: the first ones do. The others pass through a ring of buffers, read while
-the piece before is computed.
+At a small budget the head (175 MB of a full-size Maple) does not fit beside the rest. Every row of it is
+needed for every token, so which rows stay does not matter: the first ones do. The others pass through a ring
+of buffers, read while the piece before is computed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ _Addresses = tuple[int, int, int]  # codes, scales, biases
 class Head:
     """lm_head: `num_resident` rows in memory, the rest in `store`."""
 
-    def __init__(
-        self, model: MapleModel, store: Store | None, num_resident: int, weights: Weights
-    ) -> None:
+    def __init__(self, model: MapleModel, store: Store | None, num_resident: int, weights: Weights) -> None:
         """Read the resident rows, or take all of them from mapped weights when `store` is None. Touches disk.
 
         Raises: ReadError.
@@ -52,7 +51,8 @@ class Head:
             self._ring = [aligned_buffer(int(self._starts[-1])) for _ in range(num_pieces)]
 
     def logits(self, decoder: _core.Decoder, out: NDArray[np.float32]) -> None:
-        """Fill out [num, V] with the logits of the tokens that `decoder.finish` made ready. Touches disk unless resident.
+        """Fill out [num, V] with the logits of the tokens that `decoder.finish` made ready. Touches disk
+        unless resident.
 
         Raises: ReadError.
         """
@@ -102,4 +102,3 @@ class Head:
             start + Store.delta(extent) for start, extent in zip(starts, extents, strict=True)
         )
         return codes, scales, biases
-

@@ -1,7 +1,7 @@
 """Turns a model's tensors into the addresses that the native decoder reads: mapped in place, or copied once.
 
-It does not compute, and knows nothing of slots: experts' codes are the pool's. Every array and mapping that an address
-points into is kept alive here.
+It does not compute, and knows nothing of slots: experts' codes are the pool's. Every array and mapping that
+an address points into is kept alive here.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class EmbeddingRows:
         self._tables = [tensors[f"{model.embedding_name}.{part}"] for part in ("weight", "scales", "biases")]
         self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in self._tables]
 
-    def read(self, token_ids: Sequence[int]) -> tuple[NDArray[np.uint8], ...]:
+    def read(
+        self, token_ids: Sequence[int]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
         """Return codes, scales and biases of T rows, uint8 [T, bytes of a row] each. Touches disk.
 
         Raises: ReadError.
@@ -124,4 +126,5 @@ class EmbeddingRows:
         ]
         rows = self._store.read(extents)
         T = len(token_ids)
-        return tuple(np.stack(rows[part * T : (part + 1) * T]) for part in range(3))
+        codes, scales, biases = (np.stack(rows[part * T : (part + 1) * T]) for part in range(3))
+        return codes, scales, biases

@@ -1,0 +1,481 @@
+"""The pool of experts: who is in it, who leaves it, and that nobody's bytes change while they are used.
+
+A fake store brings the bytes late, in any order, and writes rubbish first, as a disk may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from spile import slots as slots_module
+from spile.errors import ReadError
+from spile.experts import Extent
+from spile.memory import current_memory_bytes
+from spile.policy import Policy
+from spile.slots import Slots
+from spile.store import Store
+
+PARTS_NBYTES = (5000, 4096, 300)  # of gate, up, down: no alignment anywhere
+
+
+class FakeTable:
+    """L layers of E experts that lie one after the other in one file, behind an odd header; the first layers
+    may be dense.
+    """
+
+    def __init__(self, num_layers: int = 4, num_experts: int = 8, num_dense: int = 0) -> None:
+        self.num_layers, self.num_experts, self.num_dense = num_layers, num_experts, num_dense
+        self.expert_nbytes = sum(PARTS_NBYTES)
+        nbytes = 77 + num_layers * num_experts * self.expert_nbytes
+        self.content = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.num_dense
+
+    def extents(self, layer: int, expert: int) -> tuple[Extent, Extent, Extent]:
+        gate, up, down = PARTS_NBYTES
+        start = 77 + (layer * self.num_experts + expert) * self.expert_nbytes
+        return Extent(0, start, gate), Extent(0, start + gate, up), Extent(0, start + gate + up, down)
+
+
+class FakeStore:
+    """Reads end when somebody waits, or when chance has it; `failing` are (layer-wide) extents that fail."""
+
+    delta = staticmethod(Store.delta)
+
+    def __init__(self, table: FakeTable, seed: int = 0) -> None:
+        self.table = table
+        self.rng = np.random.default_rng(seed)
+        self.pending: dict[int, tuple[Sequence[Extent], Sequence[int]]] = {}
+        self.failing: set[Extent] = set()
+        self.failed: set[int] = set()
+        self.num_submitted = 0
+
+    def submit(self, extents: Sequence[Extent], addresses: Sequence[int]) -> int:
+        self.num_submitted += 1
+        self.pending[self.num_submitted] = (extents, addresses)
+        for extent, address in zip(extents, addresses, strict=True):
+            assert address % 4096 == 0
+            ctypes.memset(address, 0xEE, Store.room(extent))
+        return self.num_submitted
+
+    def is_done(self, ticket: int) -> bool:
+        if self.rng.random() < 0.4:
+            self._end(ticket)
+        return ticket not in self.pending
+
+    def wait(self, ticket: int) -> None:
+        self._end(ticket)
+        if ticket in self.failed:
+            self.failed.remove(ticket)
+            raise ReadError("this read was to fail")
+
+    def drain(self) -> None:
+        for ticket in list(self.pending):
+            self._end(ticket)
+        self.failed.clear()
+
+    def end_some(self) -> None:
+        for ticket in list(self.pending):
+            if self.rng.random() < 0.5:
+                self._end(ticket)
+
+    def _end(self, ticket: int) -> None:
+        extents, addresses = self.pending.pop(ticket, ((), ()))
+        for extent, address in zip(extents, addresses, strict=True):
+            if extent in self.failing:
+                self.failed.add(ticket)
+                continue
+            data = self.table.content[extent.offset : extent.offset + extent.nbytes]
+            ctypes.memmove(address + Store.delta(extent), data.ctypes.data, extent.nbytes)
+
+
+class Pool:
+    """Slots over a fake store, and everything that must hold of them."""
+
+    def __init__(self, num_slots: int, seed: int = 0, **sizes: int) -> None:
+        self.table = FakeTable(**sizes)
+        self.store = FakeStore(self.table, seed)
+        self.policy = Policy(self.table.num_layers, self.table.num_experts)
+        table: Any = self.table
+        store: Any = self.store
+        self.slots = Slots(table, store, self.policy, num_slots)
+
+    def fetch(self, layer: int, experts: Sequence[int], in_order: bool) -> Iterator[Any]:
+        ids = np.array(sorted(experts), np.int32)
+        return self.slots.fetch(layer, ids, np.ones(len(ids), np.int32), in_order=in_order)
+
+    def run(self, layer: int, experts: Sequence[int], in_order: bool = False) -> list[list[int]]:
+        """Fetch and check one layer; return the ids of each batch."""
+        resident = self.resident(layer)
+        batches: list[list[int]] = []
+        with closing(self.fetch(layer, experts, in_order)) as fetched:  # type: ignore[type-var]
+            for ids, addresses in fetched:
+                self.check_bytes(layer, ids, addresses)
+                self.check_table()
+                self.store.end_some()
+                self.check_bytes(layer, ids, addresses)  # still, whatever was read meanwhile
+                batches.append(ids.tolist())
+        found = [expert for batch in batches for expert in batch]
+        assert sorted(found) == sorted(experts)  # each exactly once
+        hits = sorted(set(experts) & resident)
+        if in_order:
+            assert found == sorted(found)
+        elif hits:
+            assert batches[0] == hits
+        self.check_idle()
+        return batches
+
+    def resident(self, layer: int) -> set[int]:
+        E = self.table.num_experts
+        return set(np.flatnonzero(self.slots._key_to_slot[layer * E : (layer + 1) * E] >= 0).tolist())
+
+    def check_bytes(self, layer: int, ids: NDArray[np.int32], addresses: NDArray[np.uint64]) -> None:
+        for expert, starts in zip(ids.tolist(), addresses.tolist(), strict=True):
+            for extent, start in zip(self.table.extents(layer, expert), starts, strict=True):
+                wanted = self.table.content[extent.offset : extent.offset + extent.nbytes].tobytes()
+                assert ctypes.string_at(start, extent.nbytes) == wanted
+
+    def check_table(self) -> None:
+        slots = self.slots
+        for slot, key in enumerate(slots._slot_to_key):
+            assert key < 0 or slots._key_to_slot[key] == slot
+        held = slots._key_to_slot[slots._key_to_slot >= 0]
+        assert len(set(held.tolist())) == len(held) == slots.num_resident <= slots.num_slots
+
+    def check_idle(self) -> None:
+        """Between layers nothing is in use or in flight, and every slot is either free or holds an expert."""
+        slots = self.slots
+        self.check_table()
+        assert not slots._in_use.any()
+        assert not self.store.pending
+        holding = np.flatnonzero(slots._slot_to_key >= 0).tolist()
+        assert sorted([*slots._free, *holding]) == list(range(slots.num_slots))
+        for slot in holding:
+            layer, expert = divmod(int(slots._slot_to_key[slot]), self.table.num_experts)
+            key = np.array([expert], np.int32)
+            self.check_bytes(layer, key, slots._addresses[slots._slot_to_key[slot]][None])
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 8, 17, 31, 32])
+def test_every_size_of_pool_serves_random_layers(num_slots: int, in_order: bool) -> None:
+    pool = Pool(num_slots, seed=num_slots)
+    rng = np.random.default_rng(num_slots)
+    wanted = 0
+    for step in range(120):
+        experts = rng.choice(8, rng.integers(1, 9), replace=False).tolist()
+        wanted += len(experts)
+        pool.policy.step(1)
+        pool.run(step % 4, experts, in_order)
+    slots = pool.slots
+    assert slots.hits + slots.misses == wanted
+    assert pool.store.num_submitted >= slots.misses
+    assert slots.evictions == pool.store.num_submitted - slots.num_resident
+    if num_slots == 32:
+        assert (slots.misses, slots.evictions) == (32, 0)  # each expert was read once
+
+
+def test_dense_layers_take_no_slots() -> None:
+    pool = Pool(4, num_dense=2)
+    pool.run(2, [0, 1])
+    pool.run(3, [7])
+    assert pool.slots.num_resident == 3
+
+
+def test_more_wanted_than_slots_are_read_in_order_in_several_batches() -> None:
+    pool = Pool(2)
+    batches = pool.run(0, range(8))
+    assert [expert for batch in batches for expert in batch] == list(range(8))
+    assert max(map(len, batches)) <= 2
+
+
+def test_expert_that_comes_later_makes_way_where_order_counts() -> None:
+    """Both slots hold experts that are wanted after the one that is missing."""
+    pool = Pool(2)
+    pool.run(0, [5, 6])
+    assert pool.run(0, [1, 5, 6], in_order=True)
+    pool.run(0, [3, 4, 5, 6], in_order=True)
+
+
+def test_slot_is_as_large_as_the_worst_place_in_a_page_needs() -> None:
+    pool = Pool(1)
+    assert pool.slots.slot_nbytes == 3 * 4096 + 2 * 4096 + 2 * 4096
+    for layer in range(4):
+        for expert in range(8):
+            rooms = sum(Store.room(extent) for extent in pool.table.extents(layer, expert))
+            assert rooms <= pool.slots.slot_nbytes
+
+
+# -- reads that fail, work that is given up --
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 2, 8, 32])
+def test_failed_read_leaves_nothing_resident_and_loses_no_slot(num_slots: int, in_order: bool) -> None:
+    """Regression: experts that had arrived beside the one that failed stayed marked as in use."""
+    rng = np.random.default_rng(num_slots)
+    pool = Pool(num_slots, seed=num_slots)
+    for step in range(40):
+        layer = step % 4
+        experts = rng.choice(8, 5, replace=False).tolist()
+        bad = int(rng.choice(experts))
+        was_resident = bad in pool.resident(layer)
+        pool.store.failing = {pool.table.extents(layer, bad)[int(rng.integers(3))]}
+        seen: list[int] = []
+        try:
+            with closing(pool.fetch(layer, experts, in_order)) as fetched:  # type: ignore[type-var]
+                for ids, addresses in fetched:
+                    pool.check_bytes(layer, ids, addresses)
+                    seen += ids.tolist()
+        except ReadError:
+            assert bad not in seen
+            assert bad not in pool.resident(layer)
+        else:
+            assert was_resident
+        pool.check_idle()
+        pool.store.failing.clear()
+        pool.run(layer, experts, in_order)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("num_slots", [1, 3, 8, 32])
+def test_fetch_closed_early_ends_what_is_in_flight(num_slots: int, in_order: bool) -> None:
+    pool = Pool(num_slots)
+    for step in range(30):
+        fetched = pool.fetch(step % 4, range(8), in_order)
+        for _ in range(step % 3):
+            next(fetched, None)
+        fetched.close()  # type: ignore[attr-defined]
+        pool.check_idle()
+    pool.run(0, range(8), in_order)
+
+
+def test_fetch_that_is_only_forgotten_disturbs_no_later_one() -> None:
+    """Regression: a traceback kept an interrupted fetch alive; collected later, it gave its slots away twice."""
+    pool = Pool(4)
+    forgotten = [pool.fetch(layer, range(8), False) for layer in range(4)]
+    for fetched in forgotten:
+        next(fetched)
+    pool.run(0, range(8))
+    running = pool.fetch(1, [0, 1], False)
+    ids, addresses = next(running)
+    del fetched
+    forgotten.clear()
+    gc.collect()
+    pool.check_bytes(1, ids, addresses)
+    assert pool.slots._in_use.any()
+    list(running)
+    pool.check_idle()
+    pool.run(2, range(8))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the nth line that slots.py runs; Ctrl-C may come at any."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != slots_module.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_interrupt_before_any_line_breaks_nothing(in_order: bool) -> None:
+    interrupted, n, before = True, 0, sys.gettrace()
+    while interrupted:
+        n += 1
+        pool = Pool(3, seed=n)
+        pool.run(0, [1, 5])
+        pool.run(1, [2])
+        interrupted = False
+        sys.settrace(Interrupt(n))
+        try:
+            with closing(pool.fetch(0, [0, 1, 3, 5, 6], in_order)) as fetched:  # type: ignore[type-var]
+                for _ in fetched:
+                    pass
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        pool.run(0, [0, 1, 2, 3, 5], in_order)
+        pool.run(1, [2, 7], in_order)
+    print(f"{n} lines")
+    assert n > 100
+
+
+@pytest.mark.parametrize("nth", range(1, 60, 3))
+def test_second_interrupt_while_the_first_is_put_right_breaks_nothing(nth: int) -> None:
+    pool = Pool(3)
+    fetched = pool.fetch(0, [0, 1, 3, 5, 6], False)
+    next(fetched)
+    before = sys.gettrace()
+    sys.settrace(Interrupt(nth))
+    try:
+        fetched.close()  # type: ignore[attr-defined]
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    pool.run(0, range(8))
+    pool.run(1, range(8))
+
+
+# -- lending --
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 30_000, 100_000, 10**9])
+def test_lent_slots_are_empty_and_filled_again_later(nbytes: int) -> None:
+    pool = Pool(10)
+    for layer in range(4):
+        pool.run(layer, range(8))
+    assert pool.slots.num_resident == 10
+    pool.slots.lend(nbytes)
+    pool.check_idle()
+    assert pool.slots.num_resident == max(0, 10 - -(-nbytes // pool.slots.slot_nbytes))
+    for layer in range(4):
+        pool.run(layer, range(8))
+    assert pool.slots.num_resident == 10
+    pool.slots.lend(nbytes)
+    pool.slots.lend(nbytes)
+    pool.check_idle()
+
+
+def test_lent_memory_goes_back_to_the_system() -> None:
+    pool = Pool(2000, num_layers=16, num_experts=128)
+    for layer in range(16):
+        for first in range(0, 128, 16):
+            list(pool.fetch(layer, range(first, first + 16), False))
+    slots = pool.slots
+    ctypes.memset(slots._base, 1, 2000 * slots.slot_nbytes)
+    full = current_memory_bytes()
+    slots.lend(1500 * slots.slot_nbytes)
+    freed = full - current_memory_bytes()
+    print(f"lent {1500 * slots.slot_nbytes:,} bytes, resident memory fell by {freed:,}")
+    if sys.platform.startswith("linux"):
+        assert freed > 0.95 * 1500 * slots.slot_nbytes
+
+
+def test_lending_after_an_abandoned_fetch_is_safe() -> None:
+    pool = Pool(4)
+    fetched = pool.fetch(0, range(8), False)
+    next(fetched)
+    pool.slots.lend(10**9)
+    assert pool.slots.num_resident == 0
+    pool.check_idle()
+    fetched.close()  # type: ignore[attr-defined]
+    pool.run(0, range(8))
+
+
+# -- policy --
+
+
+def lru_hits(trace: list[list[int]], num_slots: int) -> int:
+    """What a plain least-recently-used pool would hit."""
+    held: list[int] = []
+    hits = 0
+    for keys in trace:
+        for key in keys:
+            if key in held:
+                hits += 1
+                held.remove(key)
+            elif len(held) == num_slots:
+                held.pop(0)
+            held.append(key)
+    return hits
+
+
+def best_hits(trace: list[list[int]], num_slots: int) -> int:
+    """What a pool would hit that knew the future and gave up the expert wanted latest (Belady)."""
+    flat = [key for keys in trace for key in keys]
+    held: set[int] = set()
+    hits = 0
+    for at, key in enumerate(flat):
+        if key in held:
+            hits += 1
+            continue
+        if len(held) == num_slots:
+            rest = flat[at:]
+            held.remove(max(held, key=lambda other: rest.index(other) if other in rest else len(flat)))
+        held.add(key)
+    return hits
+
+
+@pytest.mark.parametrize("num_slots", [12, 24, 36, 44])
+def test_pool_below_a_tokens_cycle_still_hits(num_slots: int) -> None:
+    """12 layers want the same 4 experts for every token: a cycle of 48. LRU always gives up the very next one."""
+    pool = Pool(num_slots, num_layers=12, num_experts=8)
+    experts, num_tokens = [0, 2, 3, 7], 30
+    for _ in range(num_tokens):
+        pool.policy.step(1)
+        for layer in range(12):
+            pool.run(layer, experts)
+    trace = [[layer * 8 + expert for expert in experts] for layer in range(12)] * num_tokens
+    best = best_hits(trace, num_slots)
+    print(f"{num_slots} slots: {pool.slots.hits} hits, best {best}, LRU {lru_hits(trace, num_slots)}")
+    assert lru_hits(trace, num_slots) == 0
+    assert pool.slots.hits >= 0.7 * best  # one layer's 4 slots cannot be chosen from
+    assert pool.slots.hits >= (num_slots - 4) * (num_tokens - 1)
+
+
+def test_expert_that_is_often_chosen_stays() -> None:
+    """Expert 0 of each layer is wanted by every token, the other one is random: the 0s belong in the pool."""
+    rng = np.random.default_rng(0)
+    pool = Pool(8, num_layers=6, num_experts=8)
+    for token in range(80):
+        if token == 20:
+            pool.slots.hits = pool.slots.misses = 0
+        pool.policy.step(1)
+        for layer in range(6):
+            pool.run(layer, [0, int(rng.integers(1, 8))])
+    hits = pool.slots.hits / (60 * 6)
+    print(f"{hits:.2f} hits a layer")
+    assert hits > 0.9  # of one a layer that is possible, and now and then a random one
+
+
+def test_wanted_latest_is_ranked_highest() -> None:
+    policy = Policy(num_layers=4, num_experts=8)
+    keys = np.array([layer * 8 for layer in range(4)])
+    for layer in range(4):
+        order = np.argsort(-policy.rank(layer, keys))
+        assert order.tolist() == [(layer + back) % 4 for back in (3, 2, 1, 0)]
+
+
+def test_choices_count_more_than_distance_and_fade() -> None:
+    policy = Policy(num_layers=4, num_experts=8)
+    near, far = 0 * 8 + 1, 3 * 8 + 1
+    for _ in range(30):
+        policy.step(1)
+        policy.choose(np.array([far]), np.array([1], np.int32))
+    rank = policy.rank(0, np.array([near, far]))
+    assert rank[1] < rank[0]
+    policy.step(500)
+    rank = policy.rank(0, np.array([near, far]))
+    assert rank[1] > rank[0]
+
+
+def test_ranks_stay_finite_and_in_order_over_a_long_run() -> None:
+    policy = Policy(num_layers=2, num_experts=4)
+    keys = np.arange(8)
+    for _ in range(3000):
+        policy.step(7)
+        policy.choose(keys[:4:2], np.array([5, 100_000], np.int32))
+    rank = policy.rank(0, keys)
+    assert np.isfinite(rank).all()
+    assert rank[[0, 2]].max() < rank[[1, 3]].min()
