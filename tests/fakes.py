@@ -14,9 +14,23 @@ from spile.engines.base import Counters
 
 
 class FakeState:
+    """Remembers the tokens it was fed; `can_rewind` can be told to refuse."""
+
     def __init__(self) -> None:
-        self.position = 0
+        self.fed: list[int] = []
         self.is_closed = False
+        self.refuses = False
+
+    @property
+    def position(self) -> int:
+        return len(self.fed)
+
+    def can_rewind(self, position: int) -> bool:
+        return 0 <= position <= len(self.fed) and (not self.refuses or position == len(self.fed))
+
+    def rewind(self, position: int) -> None:
+        assert self.can_rewind(position)
+        del self.fed[position:]
 
     def close(self) -> None:
         self.is_closed = True
@@ -32,6 +46,7 @@ class FakeEngine:
     name = "fake"
     exact = True
     resident_expert_bytes = 1000
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self, script: Sequence[int], *, vocab_size: int = 300, context: int = 4096, margin: float = 50.0
@@ -57,7 +72,7 @@ class FakeEngine:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> NDArray[np.float32]:
         self.calls.append(("prefill", list(token_ids)))
-        state.position += len(token_ids)
+        state.fed += token_ids
         self._num_prompt = state.position
         if on_progress is not None:
             on_progress(len(token_ids) // 2, len(token_ids))
@@ -68,7 +83,7 @@ class FakeEngine:
         assert state.position < self.context, "decoded past the context"
         assert not state.is_closed, "decoded with a closed state"
         self.calls.append(("decode", token_id))
-        state.position += 1
+        state.fed.append(token_id)
         before = self._counters
         self._counters = Counters(
             bytes_read=before.bytes_read + 100, hits=before.hits + 3, misses=before.misses + 1
@@ -77,7 +92,7 @@ class FakeEngine:
 
     def logits(self, state: FakeState, token_ids: Sequence[int]) -> NDArray[np.float32]:
         self.calls.append(("logits", list(token_ids)))
-        state.position += len(token_ids)
+        state.fed += token_ids
         return np.zeros((len(token_ids), self.vocab_size), np.float32)
 
     def counters(self) -> Counters:

@@ -1,22 +1,27 @@
 """Turns a prompt's token ids into an answer, chunk by chunk: the one token loop over any engine.
 
-It does not know files, templates or terminals. It ends when the model gives an end token ("stop"), or when
-the limit that was asked for or the context is full ("length"). An end token is neither part of the answer nor
-counted.
+It does not know files, templates or terminals. It ends when the model gives an end token or the answer says a
+stop text ("stop"), or when the limit that was asked for or the context is full ("length"). An end token is
+neither part of the answer nor counted; the tokens that made a stop text are counted, as they were computed.
+Stop texts are looked for in the answer proper, not in the reasoning before it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from spile import memory
 from spile.engines.base import Counters, Engine
 from spile.errors import ContextError, OptionError
+from spile.held import Held
+from spile.logprobs import Logprob, measure
 from spile.options import Sampling
+from spile.reasoning import Piece, ReasoningSplitter
 from spile.sampling import Sampler
+from spile.stops import StopFilter
 from spile.tokenizer import Decoder
 
 FinishReason = Literal["stop", "length"]
@@ -29,10 +34,12 @@ class Stats:
     None.
 
     tokens_per_second = (n - 1) / (time of the last token - time of the first): the prompt's time is not in
-    it. time_to_first_token_seconds counts from the request on, opening the engine included.
+    it. time_to_first_token_seconds counts from the request on, opening the engine included. cached_tokens are
+    those of the prompt that a held state had read before; prompt_tokens_per_second is about the others.
     """
 
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     prompt_tokens_per_second: float | None
     tokens_per_second: float | None
@@ -59,22 +66,57 @@ class Stats:
 @dataclass(frozen=True)
 class Chunk:
     """A piece of an answer. One comes for every token, with the text it completes (often part of a word, or
-    nothing); the last has no token, the text still held back, the reason for the end, and the statistics."""
+    nothing); the last has no token, the text still held back, the reason for the end, the stop text if there
+    was one, and the statistics. A reasoning model's chunks have `reasoning` before they have text."""
 
     text: str
     token_id: int | None = None
     finish_reason: FinishReason | None = None
     stats: Stats | None = None
+    reasoning: str = ""
+    logprob: Logprob | None = None
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. `token_ids` are all that were chosen, those of the reasoning and of a stop text too."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stats: Stats
+    reasoning: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    stopped_by: str | None = None
+
+
+def join(chunks: Iterable[Chunk]) -> Completion:
+    """Make one answer of all its chunks."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    token_ids: list[int] = []
+    logprobs: list[Logprob] = []
+    chunk = None
+    for chunk in chunks:
+        texts.append(chunk.text)
+        reasoning.append(chunk.reasoning)
+        if chunk.token_id is not None:
+            token_ids.append(chunk.token_id)
+        if chunk.logprob is not None:
+            logprobs.append(chunk.logprob)
+    assert chunk is not None, "a stream is never empty"
+    assert chunk.finish_reason is not None, "a stream ends with its reason"
+    assert chunk.stats is not None, "and with its statistics"
+    return Completion(
+        text="".join(texts),
+        token_ids=tuple(token_ids),
+        finish_reason=chunk.finish_reason,
+        stats=chunk.stats,
+        reasoning="".join(reasoning),
+        logprobs=tuple(logprobs),
+        stopped_by=chunk.stopped_by,
+    )
 
 
 def check_prompt(num_tokens: int, context: int) -> None:
@@ -99,23 +141,30 @@ def generate(
     num_entries: int,
     eos_ids: frozenset[int],
     decoder: Decoder | None = None,
+    splitter: ReasoningSplitter | None = None,
+    held: Held | None = None,
+    text: str | None = None,
     on_prefill: OnPrefill | None = None,
     requested: float | None = None,
 ) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
-    Without a decoder chunks have no text. `requested` is the `time.perf_counter()` of the request, now by
-    default. Closing the iterator, or an exception thrown into it, frees the state and leaves the engine as
-    good as before.
+    Without a decoder chunks have no text; without a splitter all of it is answer. With `held` the state goes
+    on from what it holds and stays for the next prompt; `text` is what the prompt's ids were encoded from.
+    `requested` is the `time.perf_counter()` of the request, now by default. Closing the iterator, or an
+    exception thrown into it, frees a state that is not held and leaves the engine as good as before.
     """
     requested = time.perf_counter() if requested is None else requested
-    sampler = Sampler(sampling, min(num_entries, engine.vocab_size))
+    num_entries = min(num_entries, engine.vocab_size)
+    sampler = Sampler(sampling, num_entries, banned=eos_ids if sampling.ignore_eos else ())
+    answer = _Answer(decoder, splitter, StopFilter(sampling.stops))
     before = engine.counters()
-    state = engine.new_state()
-    clock = _Clock(requested, time.perf_counter())
+    kept = Held() if held is None else held
     finish_reason: FinishReason = "length"
     try:
-        logits = engine.prefill(state, token_ids, on_prefill)
+        state, num_cached = kept.begin(engine, token_ids, text)
+        clock = _Clock(requested, time.perf_counter())
+        logits = engine.prefill(state, token_ids[num_cached:], on_prefill)
         while sampling.max_tokens is None or clock.num_tokens < sampling.max_tokens:
             token_id = sampler.sample(logits)
             if token_id in eos_ids:
@@ -123,15 +172,62 @@ def generate(
                 finish_reason = "stop"
                 break
             clock.note_token()
-            yield Chunk(decoder.push(token_id) if decoder else "", token_id)
+            logprob = None
+            if sampling.logprobs is not None:
+                logprob = measure(logits, token_id, sampling.logprobs, num_entries)
+            piece = answer.push(token_id)
+            kept.note(token_id, answer.decoded)
+            yield Chunk(piece.text, token_id, reasoning=piece.reasoning, logprob=logprob)
+            if answer.stopped_by is not None:
+                finish_reason = "stop"
+                break
             if state.position >= engine.context:
                 break
             if clock.num_tokens != sampling.max_tokens:
                 logits = engine.decode(state, token_id)
-        stats = clock.stats(len(token_ids), engine, before)
-        yield Chunk(decoder.flush() if decoder else "", None, finish_reason, stats)
+        stats = clock.stats(len(token_ids), num_cached, engine, before)
+        piece = answer.flush()
+        if answer.stopped_by is not None:
+            finish_reason = "stop"
+        yield Chunk(
+            piece.text, None, finish_reason, stats, piece.reasoning, stopped_by=answer.stopped_by
+        )
     finally:
-        state.close()
+        if held is None:
+            kept.close()
+
+
+class _Answer:
+    """The way of an answer's tokens to its text: decoded, split, and cut before a stop text.
+
+    `decoded` is what the last token added, before anything was split off or cut.
+    """
+
+    def __init__(
+        self, decoder: Decoder | None, splitter: ReasoningSplitter | None, stops: StopFilter
+    ) -> None:
+        self.decoded = ""
+        self._decoder = decoder
+        self._splitter = splitter
+        self._stops = stops
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.matched
+
+    def push(self, token_id: int) -> Piece:
+        self.decoded = self._decoder.push(token_id) if self._decoder else ""
+        piece = self._splitter.push(self.decoded) if self._splitter else Piece("", self.decoded)
+        return Piece(piece.reasoning, self._stops.push(piece.text))
+
+    def flush(self) -> Piece:
+        """Return all that was held back, on the way through the same filters."""
+        rest = self._decoder.flush() if self._decoder else ""
+        if self._splitter is None:
+            return Piece("", self._stops.push(rest) + self._stops.flush())
+        pushed, last = self._splitter.push(rest), self._splitter.flush()
+        text = self._stops.push(pushed.text + last.text) + self._stops.flush()
+        return Piece(pushed.reasoning + last.reasoning, text)
 
 
 class _Clock:
@@ -156,12 +252,13 @@ class _Clock:
         if self.prefilled is None:
             self.prefilled = time.perf_counter()
 
-    def stats(self, prompt_tokens: int, engine: Engine, before: Counters) -> Stats:
+    def stats(self, prompt_tokens: int, cached_tokens: int, engine: Engine, before: Counters) -> Stats:
         after = engine.counters()
         return Stats(
             prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
             completion_tokens=self.num_tokens,
-            prompt_tokens_per_second=_rate(prompt_tokens, self.started, self.prefilled),
+            prompt_tokens_per_second=_rate(prompt_tokens - cached_tokens, self.started, self.prefilled),
             tokens_per_second=_rate(self.num_tokens - 1, self.first, self.last),
             time_to_first_token_seconds=None if self.first is None else self.first - self.requested,
             peak_memory_bytes=memory.peak_memory_bytes(),

@@ -282,6 +282,8 @@ class Model:
         self._check_open()
         if self._engine is None:
             self._engine = self._open_engine()
+            for note in self._engine.notes:
+                self._on_note(note)
         return self._engine
 
     def _check_open(self) -> None:

@@ -1,24 +1,37 @@
-"""Turns what a user asks of the sampler into one checked value, with the defaults in one place.
+"""Turns what a user asks of an answer (how tokens are chosen, when it ends) into one checked value, with the
+defaults in one place.
 
 It does not sample: it stays free of NumPy, so that help texts can show the defaults at no cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from spile.errors import OptionError, quote
 
+MOST_LOGPROBS = 100  # alternatives a token; OpenAI's protocol has 20
+_BANNED = -100  # a bias that excludes a token altogether, as in OpenAI's protocol
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens, and how many at most. Checked when it is made.
+    """How to choose tokens, and when to end. Checked when it is made.
 
     temperature 0 takes the most probable token; top_k 0, top_p 1 and min_p 0 switch a filter off. Without a
     seed every answer differs; with one it is the same again. max_tokens None means: until the model ends or
     the context is full.
+
+    Penalties are about the tokens of the answer so far, not about the prompt: a token that occurred n times
+    has its logit divided by repetition_penalty (multiplied, where it is negative), then lowered by
+    n * frequency_penalty + presence_penalty. logit_bias (token id -> number) is added before; -100 excludes
+    the token.
+
+    logprobs None means that none are asked for; 0 asks for those of the chosen tokens, n for the n likeliest
+    alternatives too. stop texts end the answer and are no part of it. With ignore_eos end tokens are never
+    chosen, so that only a limit ends the answer: for benchmarks.
 
     Raises: OptionError naming parameter, value and range.
     """
@@ -29,6 +42,13 @@ class Sampling:
     min_p: float = 0.05
     seed: int | None = None
     max_tokens: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)
@@ -39,6 +59,31 @@ class Sampling:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_number("presence_penalty", self.presence_penalty, -100, 100)
+        _check_number("frequency_penalty", self.frequency_penalty, -100, 100)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos is {quote(self.ignore_eos)}: it must be true or false")
+        # One form for what may be given in several; the value is still as new.
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stops(self.stop))
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """logit_bias by token id, minus infinity for a token that is excluded."""
+        return {i: float("-inf") if value <= _BANNED else value for i, value in dict(self.logit_bias).items()}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return tuple(self.stop)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was chosen before matters."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def changed(self, changes: Mapping[str, Any]) -> Sampling:
         """Return a copy with these values in place; None keeps what is there.
@@ -58,7 +103,7 @@ def sampling_of(generation_config: Mapping[str, Any]) -> tuple[Sampling, tuple[s
     used.
     """
     sampling, notes = Sampling(), []
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = generation_config.get(name)
         if value is None:
             continue
@@ -79,3 +124,22 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(f"{name} is {quote(value)}: it must be a whole number from {low} to {high:,}")
+
+
+def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """Return (id, bias) in the order of ids. Ids may be written as text, as in JSON's objects."""
+    try:
+        pairs = sorted((int(token_id), value) for token_id, value in dict(given).items())
+    except (TypeError, ValueError):
+        raise OptionError(f"logit_bias is {quote(given)}: it must map token ids to numbers") from None
+    for token_id, value in pairs:
+        _check_integer("a token id of logit_bias", token_id, 0, 2**31 - 1)
+        _check_number(f"logit_bias of token {token_id}", value, -100, 100)
+    return tuple((token_id, float(value)) for token_id, value in pairs)
+
+
+def _checked_stops(given: Any) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else given
+    if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise OptionError(f"stop is {quote(given)}: it must be a text, or a list of texts, none of them empty")
+    return tuple(stops)

@@ -39,7 +39,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     notes = []
     if "auto_map" in tokenizer_config:
         notes.append("tokenizer_config.json names Python code (auto_map): it is ignored, never executed")
-    template = _read_text(folder / "chat_template.jinja")
+    template = read_text(folder / "chat_template.jinja")
     if template is None:
         template = _template_of(tokenizer_config.get("chat_template"), folder / "tokenizer_config.json")
     return Sidecar(tokenizer_config, _read_object(folder / "generation_config.json"), template, tuple(notes))
@@ -72,7 +72,11 @@ def _template_of(value: Any, path: Path) -> str | None:
     raise TextError(f"chat_template in {path} is neither text nor a list of named templates")
 
 
-def _read_text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """Read a text file; None when there is none.
+
+    Raises: TextError when it cannot be read or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -86,7 +90,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:
-    text = _read_text(path)
+    text = read_text(path)
     if text is None:
         return {}
     try:

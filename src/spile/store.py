@@ -47,6 +47,7 @@ class Store:
         self.stall_seconds = 0.0
         self.is_direct = direct
         self._reader: _core.Reader | None = None
+        self._unfinished: NDArray[np.uint8] | None = None  # what an interrupted `read` may still write to
         try:
             self._open_files(direct)
             reason = _refusal(self._fds) if direct else None
@@ -115,22 +116,19 @@ class Store:
         reason = os.strerror(error) if error else "the file ends there"
         raise ReadError.at(self._shards[extent.shard], extent.offset, extent.nbytes, got, reason)
 
-    def settle(self, tickets: Sequence[int]) -> None:
-        """Wait for reads that nobody wants any more, whatever became of them."""
-        for ticket in tickets:
-            with contextlib.suppress(ReadError):
-                self.wait(ticket)
-
     def read(self, extents: Sequence[Extent]) -> list[NDArray[np.uint8]]:
         """Read small extents into arrays of their own. Blocks.
 
         Raises: ReadError.
         """
+        if self._unfinished is not None:
+            self.drain()
         rooms = [self.room(extent) for extent in extents]
-        buffer = aligned_buffer(sum(rooms))
-        starts = [0, *accumulate(rooms[:-1])]
+        buffer = self._unfinished = aligned_buffer(sum(rooms))
+        starts = list(accumulate(rooms, initial=0))[:-1]
         base = buffer.ctypes.data
         self.wait(self.submit(extents, [base + start for start in starts]))
+        self._unfinished = None
         return [
             buffer[start + self.delta(extent) : start + self.delta(extent) + extent.nbytes]
             for start, extent in zip(starts, extents, strict=True)
@@ -152,6 +150,7 @@ class Store:
         for ticket in self._extents:
             reader.wait(ticket)
         self._extents.clear()
+        self._unfinished = None
 
     def close(self) -> None:
         """End reads in flight, stop the threads, close the files. May be called twice."""

@@ -15,26 +15,11 @@ from datetime import datetime
 from typing import Any
 
 from spile.errors import OptionError, TextError, quote
+from spile.messages import Message
 
-Message = Mapping[str, Any]
-
+_OURS = ("messages", "add_generation_prompt")  # arguments that no caller can give
 # What a template, being a program, can do wrong.
 _PROGRAM_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Check that messages are what templates expect.
-
-    Raises: OptionError naming the first that is not.
-    """
-    if not messages:
-        raise OptionError("messages is empty: give at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            kind = type(message).__name__
-            raise OptionError(f"messages[{index}] is a {kind}: it must be a mapping with role and content")
-        if not isinstance(message.get("role"), str):
-            raise OptionError(f"messages[{index}] has no role: it must be a text such as 'user'")
 
 
 def render(
@@ -46,14 +31,18 @@ def render(
     arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Run a template over messages. `special_tokens` has bos_token and its like, `arguments` whatever else it
-    takes.
+    takes, such as tools or enable_thinking.
 
     Raises:
+        OptionError: an argument that is not for callers.
         TextError: the template refuses the messages (with its own words), is damaged, or does what the
         sandbox forbids.
     """
     import jinja2
 
+    for name in _OURS:
+        if name in (arguments or {}):
+            raise OptionError(f"the template argument {name!r} comes from the messages: it cannot be given")
     variables: dict[str, Any] = {"tools": None, "documents": None}
     variables |= {**(special_tokens or {}), **(arguments or {})}
     try:

@@ -32,6 +32,16 @@ class State(Protocol):
         """Tokens held."""
         ...
 
+    def can_rewind(self, position: int) -> bool:
+        """Whether the state can forget all tokens from `position` on and be as if it never held them, bit for
+        bit. True for its own position and for 0; in between it depends on what was overwritten.
+        """
+        ...
+
+    def rewind(self, position: int) -> None:
+        """Forget all tokens from `position` on. Only where `can_rewind` says so."""
+        ...
+
     def close(self) -> None:
         """Give the memory back. May be called twice."""
         ...
@@ -52,6 +62,11 @@ class Engine(Protocol):
     @property
     def resident_expert_bytes(self) -> int:
         """Bytes of experts in memory now."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What did not go as asked, one line each."""
         ...
 
     def new_state(self) -> State:

@@ -30,15 +30,44 @@ from spile.slots import Slots
 from spile.store import Store
 
 
-class CpuState:
-    """The keys and values of one sequence."""
+_BLOCK_POSITIONS = 128  # kBlockPositions of src/core/kv_cache.h
 
-    def __init__(self, cache: _core.KvCache) -> None:
+
+class CpuState:
+    """The keys and values of one sequence.
+
+    Full-attention layers keep every position, sliding ones only a ring of them: what position p wrote is
+    overwritten by p + ring. `written` is one past the highest position that was ever stored, also by a chunk
+    that was interrupted; it does not go back with a rewind, so what was overwritten is never taken for whole.
+    """
+
+    def __init__(self, cache: _core.KvCache, *, window: int | None, max_chunk: int) -> None:
+        """`window` is None where no layer slides; `max_chunk` is the decoder's."""
         self.cache: _core.KvCache | None = cache
+        self.written = 0
+        self._window = window
+        # As KvCache's ring_blocks() has it: what a window before a chunk and the chunk itself can touch.
+        blocks = ((window or 1) + max_chunk - 2) // _BLOCK_POSITIONS + 2
+        self._ring = blocks * _BLOCK_POSITIONS
 
     @property
     def position(self) -> int:
         return 0 if self.cache is None else self.cache.position
+
+    def can_rewind(self, position: int) -> bool:
+        if self.cache is None or not 0 <= position <= self.position:
+            return False
+        if position in (0, self.position) or self._window is None:
+            return True
+        oldest = max(0, position - self._window + 1)  # that the next token sees
+        return oldest + self._ring >= self.written
+
+    def rewind(self, position: int) -> None:
+        assert self.can_rewind(position), f"cannot go back from {self.position} to {position}"
+        assert self.cache is not None, "the state was closed"
+        self.cache.position = position
+        if position == 0:
+            self.written = 0
 
     def close(self) -> None:
         self.cache = None
@@ -113,7 +142,10 @@ class CpuEngine:
         return () if note is None else (note,)
 
     def new_state(self) -> CpuState:
-        return CpuState(self._decoder.new_cache())
+        config, plan = self._config, self._plan
+        window = min(config.sliding_window, plan.context) if any(config.layer_is_sliding) else None
+        max_chunk = min(plan.prefill_chunk, plan.context)
+        return CpuState(self._decoder.new_cache(), window=window, max_chunk=max_chunk)
 
     def prefill(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
@@ -192,8 +224,10 @@ class CpuEngine:
                 f"{state.position + total:,} tokens do not fit the context of {self.context:,}",
                 "Give a larger --context, or a shorter prompt.",
             )
+        self._weights.check()
         for start in range(0, total, chunk):
             end = min(total, start + chunk)
+            state.written = max(state.written, state.position + end - start)
             self._run_layers(state.cache, token_ids[start:end], on_progress, start, total)
             first_wanted = max(start, total - num_logits)
             if first_wanted < end:

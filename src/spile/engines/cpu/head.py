@@ -37,6 +37,7 @@ class Head:
         self._num_rows = model.config.vocab_size
         self._num_resident = self._num_rows if store is None else num_resident
         self._store = store
+        self._is_reading = False  # stays set when a call is interrupted
         if store is None:
             codes, scales, biases = (weights.tensor(tensor.name) for tensor in tensors)
             self._resident: _Addresses = codes, scales, biases
@@ -56,25 +57,24 @@ class Head:
 
         Raises: ReadError.
         """
+        if self._is_reading and self._store is not None:
+            self._store.drain()  # reads of a call that did not end well would spoil the ring
+        self._is_reading = True
         waiting = deque(range(self._num_resident, self._num_rows, HEAD_PIECE_ROWS))
         reading: deque[tuple[int, int, int]] = deque()  # ticket, first row, buffer
         free = deque(range(len(self._ring))) if waiting else deque[int]()
-        try:
+        self._read_ahead(waiting, reading, free)
+        if self._num_resident:
+            decoder.head(*self._resident, 0, self._num_resident, out)
+        while reading:
+            ticket, row, buffer = reading.popleft()
+            assert self._store is not None
+            self._store.wait(ticket)
+            count = min(HEAD_PIECE_ROWS, self._num_rows - row)
+            decoder.head(*self._piece_addresses(row, count, buffer), row, count, out)
+            free.append(buffer)
             self._read_ahead(waiting, reading, free)
-            if self._num_resident:
-                decoder.head(*self._resident, 0, self._num_resident, out)
-            while reading:
-                ticket, row, buffer = reading[0]
-                assert self._store is not None
-                self._store.wait(ticket)
-                reading.popleft()
-                count = min(HEAD_PIECE_ROWS, self._num_rows - row)
-                decoder.head(*self._piece_addresses(row, count, buffer), row, count, out)
-                free.append(buffer)
-                self._read_ahead(waiting, reading, free)
-        finally:
-            if reading and self._store is not None:
-                self._store.settle([ticket for ticket, _, _ in reading])
+        self._is_reading = False
 
     def _read_ahead(
         self, waiting: deque[int], reading: deque[tuple[int, int, int]], free: deque[int]

@@ -1,0 +1,130 @@
+"""Turns a model folder and token ids into the one binary file that `forward.cpp` reads, and its hash.
+
+    python tests/native/dump.py FOLDER      writes golden.dump, golden32.dump and tails.dump into FOLDER
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spile.architectures.maple import open_maple
+from spile.checkpoint import open_checkpoint
+from spile.experts import read_row_alpha
+from spile.synth import SynthShape, write_checkpoint
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+# No width is a multiple of what one instruction takes; the first layer is dense; several blocks of the cache.
+TAILS = SynthShape(
+    hidden_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=48,
+    num_experts=5,
+    num_experts_per_tok=3,
+    moe_intermediate_size=80,
+    intermediate_size=112,
+    first_k_dense_replace=1,
+    vocab_size=323,
+    sliding_window=100,
+    full_attention_interval=2,
+)
+
+
+def write_dump(
+    folder: Path, path: Path, token_ids: Sequence[int], *, kv_bits: int = 16, activation_bytes: int = 2
+) -> None:
+    """Write the dump of a model with row alphas or group scales."""
+    model = open_maple(open_checkpoint(folder))
+    config, checkpoint = model.config, model.checkpoint
+    header = struct.pack(
+        "<8s15ifd",
+        b"SPILEFW1",
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.intermediate_size,
+        config.rope_dims,
+        config.vocab_size,
+        config.sliding_window,
+        kv_bits == 16,
+        activation_bytes,
+        config.first_k_dense_replace,
+        config.rms_norm_eps,
+        config.rope_theta,
+    )
+
+    with path.open("wb") as file:
+
+        def blob(data: Any) -> None:
+            content = np.ascontiguousarray(data).tobytes()
+            file.write(struct.pack("<Q", len(content)) + content)
+
+        def tensor(name: str) -> None:
+            blob(checkpoint.read(name))
+
+        def linear(prefix: str) -> None:
+            tensor(f"{prefix}.weight")
+            blob(read_row_alpha(model, prefix))
+
+        file.write(header + bytes(config.layer_is_sliding))
+        for part in ("weight", "scales", "biases"):
+            tensor(f"{model.embedding_name}.{part}")
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+                tensor(f"{prefix}.{norm}.weight")
+            for name in ("q", "k", "v", "o"):
+                linear(f"{prefix}.self_attn.{name}_proj")
+            if config.is_moe(layer):
+                tensor(f"{prefix}.mlp.gate.weight")
+            experts = ".switch_mlp" if config.is_moe(layer) else ""
+            for name in ("gate", "up", "down"):
+                linear(f"{prefix}.mlp{experts}.{name}_proj")
+        tensor("model.norm.weight")
+        for part in ("weight", "scales", "biases"):
+            tensor(f"lm_head.{part}")
+        blob(np.asarray(token_ids, np.int64))
+
+
+def fnv1a(data: bytes) -> str:
+    """Return FNV-1a, 64 bits, as forward prints it."""
+    value = 14695981039346656037
+    for byte in data:
+        value = ((value ^ byte) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
+    return f"{value:016x}"
+
+
+def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]:
+    """Write the three dumps; return for each its model, token ids and engine options."""
+    golden_ids = np.load(GOLDEN / "ids60.npy").tolist()
+    tails_ids = np.random.default_rng(3).integers(0, TAILS.vocab_size, 150).tolist()
+    if not (folder / "tails").exists():
+        write_checkpoint(folder / "tails", TAILS, seed=7)
+    dumps: dict[str, tuple[Path, list[int], dict[str, int]]] = {
+        "golden": (GOLDEN / "mlx-2bit", golden_ids, {}),
+        "golden32": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 32, "activation_bytes": 3}),
+        "tails": (folder / "tails", tails_ids, {}),
+    }
+    for name, (model, ids, options) in dumps.items():
+        write_dump(model, folder / f"{name}.dump", ids, **options)
+    return dumps
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("usage: python tests/native/dump.py FOLDER")
+    with tempfile.TemporaryDirectory():
+        write_all(Path(sys.argv[1]))
