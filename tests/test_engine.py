@@ -32,7 +32,9 @@ from spile.memory import current_memory_bytes
 from spile.sizes import parse_size
 from spile.synth import SynthShape, write_checkpoint
 
-SHAPE = SynthShape(num_hidden_layers=3, sliding_window=16, full_attention_interval=3, max_position_embeddings=300)
+SHAPE = SynthShape(
+    num_hidden_layers=3, sliding_window=16, full_attention_interval=3, max_position_embeddings=300
+)
 PROMPT = np.random.default_rng(5).integers(0, SHAPE.vocab_size, 45).tolist()
 CHUNK = 20  # the prompt takes three
 
@@ -64,6 +66,7 @@ def fault(engine: CpuEngine, **kinds: int) -> None:
     for store in (engine._store, engine._rows_store):
         assert store is not None
         assert store._reader is not None
+        store.read_cached = None  # the faults are in the reader threads; all here is in the page cache
         store._reader.set_faults(**kinds)
 
 
@@ -191,7 +194,9 @@ def test_model_announces_that_direct_reads_were_refused(
 
     monkeypatch.setattr(os, "preadv", refuse, raising=False)
     notes: list[str] = []
-    with spile.load(folder, memory=current_memory_bytes() + 40_000_000, io="direct", on_note=notes.append) as model:
+    with spile.load(
+        folder, memory=current_memory_bytes() + 40_000_000, io="direct", on_note=notes.append
+    ) as model:
         model.logits(PROMPT[:3])
         assert "reads buffered" in (model.summary or "")
     assert [note for note in notes if "direct reads are refused" in note]
@@ -328,7 +333,7 @@ def test_threads_are_the_physical_cores_unless_said(folder: Path) -> None:
 
 
 def test_memory_of_closed_states_is_given_back(folder: Path) -> None:
-    """Each full state takes some 8 MB; a hundred of them one after the other take no more than one."""
+    """Each full state takes some 8 MB; thirty of them one after the other take no more than one."""
     shape = SynthShape(num_hidden_layers=2, full_attention_interval=1, max_position_embeddings=8192)
     long = folder.parent / "long"
     write_checkpoint(long, shape)
@@ -378,8 +383,13 @@ def test_engines_leave_no_thread_file_or_memory_behind(folder: Path) -> None:
 # -- a head that does not fit --
 
 
-def test_streamed_head_gives_the_same_bits_after_errors_and_interrupts_too(tmp_path: Path) -> None:
-    shape = SynthShape(num_hidden_layers=2, vocab_size=60_000, max_position_embeddings=300, tokenizer_entries=0)
+def test_streamed_head_gives_the_same_bits_after_errors_and_interrupts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.plan.current_memory_bytes", lambda: 60_000_000)
+    shape = SynthShape(
+        num_hidden_layers=2, vocab_size=60_000, max_position_embeddings=300, tokenizer_entries=0
+    )
     write_checkpoint(tmp_path / "model", shape)
     engine = opened(tmp_path / "model")
     wanted = engine.logits(engine.new_state(), PROMPT)
@@ -392,7 +402,7 @@ def test_streamed_head_gives_the_same_bits_after_errors_and_interrupts_too(tmp_p
         assert "of the head streamed" in engine.summary()
         np.testing.assert_array_equal(engine.logits(engine.new_state(), PROMPT), wanted)
         num_failed = 0
-        for fail_at in range(100, 300, 10):
+        for fail_at in range(100, 300, 25):
             fault(engine, fail_at=fail_at, fail_with=errno.EIO)
             try:
                 engine.logits(engine.new_state(), PROMPT)
@@ -401,9 +411,9 @@ def test_streamed_head_gives_the_same_bits_after_errors_and_interrupts_too(tmp_p
                 assert os.strerror(errno.EIO) in failure.message
             fault(engine)
             np.testing.assert_array_equal(engine.logits(engine.new_state(), PROMPT[:9]), wanted[:9])
-        assert num_failed > 5
+        assert num_failed > 3
         before = sys.gettrace()
-        for n in range(1, 200, 17):
+        for n in range(1, 200, 31):
             state = engine.new_state()
             engine.prefill(state, PROMPT[:8])
             sys.settrace(Interrupt(n, "head.py"))

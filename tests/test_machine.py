@@ -161,7 +161,13 @@ def test_processors_without_topology_count_each(root: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("quota", "cores"),
-    [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("900000 100000", 8)],
+    [
+        ("max 100000", 8),
+        ("200000 100000", 2),
+        ("150000 100000", 2),
+        ("50000 100000", 1),
+        ("900000 100000", 8),
+    ],
 )
 def test_quota_of_processor_time_bounds_the_cores(
     root: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int

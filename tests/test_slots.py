@@ -69,6 +69,10 @@ class FakeStore:
             ctypes.memset(address, 0xEE, Store.room(extent))
         return self.num_submitted
 
+    def submit_groups(self, shards: Any, offsets: Any, nbytes: Any, addresses: Any) -> list[int]:
+        rows = zip(shards.tolist(), offsets.tolist(), nbytes.tolist(), addresses.tolist(), strict=True)
+        return [self.submit([Extent(*e) for e in zip(s, o, n, strict=True)], a) for s, o, n, a in rows]
+
     def is_done(self, ticket: int) -> bool:
         if self.rng.random() < 0.4:
             self._end(ticket)

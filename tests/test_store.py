@@ -166,7 +166,9 @@ def test_early_end_of_file_names_file_offset_wanted_and_got(
     offset: int, opened: Store, shards: list[Path]
 ) -> None:
     nbytes = FILE_NBYTES - offset + 5
-    message = rf"model-2\.safetensors: at offset {offset:,} wanted {nbytes:,} bytes, got {nbytes - 5:,}: the file"
+    message = (
+        rf"model-2\.safetensors: at offset {offset:,} wanted {nbytes:,} bytes, got {nbytes - 5:,}: the file"
+    )
     with pytest.raises(ReadError, match=message):
         opened.read([Extent(0, 0, 3), Extent(1, offset, nbytes)])
     check_all(opened, shards, EXTENTS)  # a failed read spoils nothing else
@@ -181,7 +183,9 @@ def test_file_cut_short_after_opening_is_an_error(opened: Store, shards: list[Pa
     extent = Extent(0, 4000, 9000)
     check_all(opened, shards, [extent])
     os.truncate(shards[0], 5001)
-    with pytest.raises(ReadError, match=r"at offset 4,000 wanted 9,000 bytes, got 1,001: the file ends there"):
+    with pytest.raises(
+        ReadError, match=r"at offset 4,000 wanted 9,000 bytes, got 1,001: the file ends there"
+    ):
         opened.read([extent])
     os.truncate(shards[0], 0)
     with pytest.raises(ReadError, match=r"wanted 9,000 bytes, got 0"):
@@ -218,7 +222,9 @@ def test_many_tickets_end_each_for_itself(opened: Store, shards: list[Path]) -> 
     rng = np.random.default_rng(2)
     extents = [EXTENTS[i] for i in rng.integers(0, len(EXTENTS), 500)]
     buffers = [aligned_buffer(opened.room(extent)) for extent in extents]
-    tickets = [opened.submit([extent], [buffer.ctypes.data]) for extent, buffer in zip(extents, buffers, strict=True)]
+    tickets = [
+        opened.submit([extent], [buffer.ctypes.data]) for extent, buffer in zip(extents, buffers, strict=True)
+    ]
     for i in rng.permutation(len(extents)):
         opened.wait(tickets[i])
         assert opened.is_done(tickets[i])

@@ -52,6 +52,7 @@ class Decoder {
   const uint16_t* final_norm = nullptr;
 
   const DecoderConfig& config() const { return config_; }
+  ThreadPool& threads() { return pool_; }
   CacheShape cache_shape() const;
   size_t scratch_nbytes() const;
 

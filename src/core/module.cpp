@@ -89,6 +89,15 @@ std::vector<std::string> isas() {
   return names;
 }
 
+std::vector<ReadRequest> requests_from(const Array<const uint64_t, 2>& rows) {  // [n, 5]: fd, offset, wanted, room, address
+  std::vector<ReadRequest> list(rows.shape(0));
+  for (size_t i = 0; i < list.size(); ++i) {
+    const uint64_t* r = rows.data() + 5 * i;
+    list[i] = {static_cast<int>(static_cast<int64_t>(r[0])), r[1], r[2], r[3], reinterpret_cast<uint8_t*>(r[4])};
+  }
+  return list;
+}
+
 template <class T, int N>
 nb::ndarray<nb::numpy, T> own(std::vector<T>&& values, std::initializer_list<size_t> shape) {
   auto* kept = new std::vector<T>(std::move(values));
@@ -148,14 +157,7 @@ NB_MODULE(_core, m) {
   nb::class_<Reader>(m, "Reader")
       .def(nb::init<int>(), "num_threads"_a)
       .def("submit",
-           [](Reader& self, Array<const uint64_t, 2> requests) {  // [n, 5]: fd, offset, wanted, room, address
-             std::vector<ReadRequest> list(requests.shape(0));
-             for (size_t i = 0; i < list.size(); ++i) {
-               const uint64_t* r = requests.data() + 5 * i;
-               list[i] = {static_cast<int>(static_cast<int64_t>(r[0])), r[1], r[2], r[3], reinterpret_cast<uint8_t*>(r[4])};
-             }
-             return self.submit(std::move(list));
-           })
+           [](Reader& self, Array<const uint64_t, 2> requests) { return self.submit(requests_from(requests)); })
       .def("is_done", &Reader::is_done)
       .def("wait",
            [](Reader& self, uint64_t ticket) {
@@ -210,6 +212,14 @@ NB_MODULE(_core, m) {
       .def("experts",
            [](Decoder& self, int layer, Array<const int32_t, 1> ids, Array<const uint64_t, 2> codes) {
              self.experts(layer, ids.data(), codes.data(), static_cast<int>(ids.shape(0)));
+           },
+           NoGil())
+      .def("read_cached",  // on the decoder's threads, which would only wait for the bytes
+           [](Decoder& self, Array<const uint64_t, 2> requests, Array<uint8_t, 1> done) {
+             const auto list = requests_from(requests);
+             self.threads().run(static_cast<int>(list.size()), [&](int i, int) {
+               done.data()[i] = read_cached(list[static_cast<size_t>(i)]);
+             });
            },
            NoGil())
       .def("combine", &Decoder::combine, NoGil())

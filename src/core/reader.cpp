@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -30,6 +31,24 @@ int make_present(uint8_t* at, uint64_t nbytes) {
 
 }  // namespace
 
+bool read_cached(const ReadRequest& r) {
+#if defined(__linux__) && defined(RWF_NOWAIT)
+  uint64_t got = 0;
+  while (got < r.wanted) {
+    const uint64_t left = r.wanted - got;
+    struct iovec part = {r.to + got, static_cast<size_t>(left < kLargestCall ? left : kLargestCall)};
+    const ssize_t n = preadv2(r.fd, &part, 1, static_cast<off_t>(r.offset + got), RWF_NOWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;  // not cached, or a file system that cannot say: the reader threads find out
+    got += static_cast<uint64_t>(n);
+  }
+  return true;
+#else
+  (void)r;
+  return false;
+#endif
+}
+
 Reader::Reader(int num_threads) {
   for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
 }
@@ -38,6 +57,7 @@ Reader::~Reader() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
+    queue_.clear();  // nobody can wait for these any more, and their buffers may be gone
   }
   wake_.notify_all();
   for (auto& thread : threads_) thread.join();

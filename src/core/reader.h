@@ -44,6 +44,10 @@ struct ReadFaults {
   uint64_t page = 0;
 };
 
+// Reads a request at once, on this thread, if the page cache holds all of it; else returns false, with any part of the buffer
+// written. Never waits for a disk. Linux only: elsewhere always false.
+bool read_cached(const ReadRequest& request);
+
 class Reader {
  public:
   explicit Reader(int num_threads);

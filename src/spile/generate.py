@@ -189,9 +189,7 @@ def generate(
         piece = answer.flush()
         if answer.stopped_by is not None:
             finish_reason = "stop"
-        yield Chunk(
-            piece.text, None, finish_reason, stats, piece.reasoning, stopped_by=answer.stopped_by
-        )
+        yield Chunk(piece.text, None, finish_reason, stats, piece.reasoning, stopped_by=answer.stopped_by)
     finally:
         if held is None:
             kept.close()

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -21,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.errors import OptionError, SpileError, TextError, UnsupportedModelError
-from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate
-from spile.options import sampling_of
-from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
+from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
+from spile.held import Held
+from spile.options import Sampling, sampling_of
+from spile.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
+from spile.reasoning import can_reason
+from spile.sidecar import Sidecar, eos_ids_of, read_sidecar, read_text
 from spile.sizes import format_size, parse_size
-from spile.template import Message, check_messages, render
 from spile.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -33,11 +36,16 @@ if TYPE_CHECKING:
     from spile.engines import EngineOptions
     from spile.engines.base import Counters, Engine
 
-Prompt = str | Sequence[Message] | Sequence[int]  # text, messages, or token ids
-OnNote = Callable[[str], None]
-
 _LARGEST_CONVERTED_NBYTES = 64_000_000  # a bf16 source this small, once packed, is converted on the fly
 _PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary rows 0.13
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A prompt as ids, and as the text that they were encoded from, where there was one."""
+
+    token_ids: list[int]
+    source: PromptText | None = None
 
 
 class Model:
@@ -70,9 +78,9 @@ class Model:
         self._on_note = on_note or _warn
         self._resources = resources or ExitStack()
         self._closed = False
-        self._streams: WeakSet[Generator[Chunk, None, None]] = (
-            WeakSet()
-        )  # whose states must go before the engine
+        # Whose states must go before the engine.
+        self._streams: WeakSet[Generator[Chunk, None, None]] = WeakSet()
+        self._held: WeakSet[Held] = WeakSet()
         self.sampling, notes = sampling_of(sidecar.generation_config)
         for note in (*sidecar.notes, *notes):
             self._on_note(note)
@@ -86,6 +94,11 @@ class Model:
     def summary(self) -> str | None:
         """The plan in one line; None before the engine is opened."""
         return None if self._engine is None else self._engine.summary()
+
+    @property
+    def can_reason(self) -> bool:
+        """Whether the chat template is that of a model that reasons before it answers."""
+        return can_reason(self._sidecar.chat_template or "")
 
     def open(self) -> None:
         """Open the engine now, if it is not open yet.
@@ -114,25 +127,9 @@ class Model:
         finally:
             state.close()
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        system: str | None = None,
-        on_prefill: OnPrefill | None = None,
-        **sampling: Any,
-    ) -> Completion:
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer a prompt. Arguments and errors as in `stream`."""
-        texts: list[str] = []
-        token_ids: list[int] = []
-        for chunk in self.stream(prompt, raw=raw, system=system, on_prefill=on_prefill, **sampling):
-            texts.append(chunk.text)
-            if chunk.token_id is not None:
-                token_ids.append(chunk.token_id)
-        assert chunk.finish_reason is not None, "a stream ends with its reason"
-        assert chunk.stats is not None, "and with its statistics"
-        return Completion("".join(texts), tuple(token_ids), chunk.finish_reason, chunk.stats)
+        return join(self.stream(prompt, **options))
 
     def stream(
         self,
@@ -140,16 +137,22 @@ class Model:
         *,
         raw: bool = False,
         system: str | None = None,
+        think: bool = True,
+        tools: Sequence[Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        held: Held | None = None,
         on_prefill: OnPrefill | None = None,
         **sampling: Any,
     ) -> Iterator[Chunk]:
         """Answer a prompt chunk by chunk.
 
         A text is the user's message, or with `raw` the very text to go on from; a list of messages
-        (`{"role": ..., "content": ...}`) goes through the chat template; a list of ids is taken as it is.
-        `sampling` are the fields of `Sampling`; what is not given is the model's default. The prompt is
-        encoded and checked, and the engine opened, before this returns; the rest happens as chunks are asked
-        for.
+        (`{"role": ..., "content": ...}`) goes through the chat template, which is also given `tools` and
+        `template_arguments`, and is asked to leave reasoning out where `think` is False; a list of ids is
+        taken as it is. `sampling` are the fields of `Sampling`; what is not given is the model's default.
+        With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before.
+        The prompt is encoded and checked, and the engine opened, before this returns; the rest happens as
+        chunks are asked for.
 
         Raises:
             OptionError: a parameter out of range, or an empty prompt.
@@ -159,7 +162,10 @@ class Model:
         """
         requested = time.perf_counter()
         options = self.sampling.changed(sampling)
-        token_ids = self.encode(prompt, raw=raw, system=system)
+        self._check_sampling(options)
+        rendering = Rendering(raw, system, think, tools, template_arguments or {})
+        encoded = self._encode(prompt, rendering, held)
+        token_ids, source = encoded.token_ids, encoded.source
         check_prompt(len(token_ids), self.context)
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
@@ -176,44 +182,44 @@ class Model:
             num_entries=num_entries,
             eos_ids=eos_ids,
             decoder=decoder,
+            splitter=source.splitter if source else None,
+            held=held,
+            text=source.text if source else None,
             on_prefill=on_prefill,
             requested=requested,
         )
         self._streams.add(chunks)
         return self._while_open(chunks)
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+    def hold(self) -> Held:
+        """Make what keeps an engine's state from one answer to the next, for `stream`. The model closes it;
+        close it earlier to give its memory back.
+        """
+        held = Held()
+        self._held.add(held)
+        return held
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        think: bool = True,
+        tools: Sequence[Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Turn a prompt into token ids, as `stream` does."""
-        self._check_open()
-        if prompt is None or isinstance(prompt, (bytes, Mapping)):
-            raise OptionError(f"prompt is a {type(prompt).__name__}: it must be text, messages or token ids")
-        if not isinstance(prompt, str) and all(isinstance(item, (int, np.integer)) for item in prompt):
-            if system is not None:
-                raise OptionError(
-                    "system is for text and messages: a prompt of token ids already says everything"
-                )
-            return self._checked_ids(prompt)  # type: ignore[arg-type]
-        if self.tokenizer is None:
-            raise TextError(
-                f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
-                "Put the model's tokenizer.json beside its weights.",
-            )
-        text = self._text_of(prompt, raw, system)  # type: ignore[arg-type]
-        self._make_room(self.tokenizer, text)
-        token_ids = self.tokenizer.encode(text)
-        highest = max(token_ids, default=0)
-        if highest >= self.vocab_size:
-            raise TextError(
-                f"the tokenizer gave token {highest:,} and the model has {self.vocab_size:,} tokens: "
-                f"the two do not belong together"
-            )
-        return token_ids
+        rendering = Rendering(raw, system, think, tools, template_arguments or {})
+        return self._encode(prompt, rendering, None).token_ids
 
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice."""
         self._closed = True
         for chunks in list(self._streams):
             chunks.close()
+        for held in list(self._held):
+            held.close()
         engine, self._engine = self._engine, None
         try:
             if engine is not None:
@@ -231,27 +237,42 @@ class Model:
     ) -> None:
         self.close()
 
-    def _text_of(self, prompt: str | Sequence[Message], raw: bool, system: str | None) -> str:
-        template = self._sidecar.chat_template
-        if raw:
-            if not isinstance(prompt, str):
-                raise OptionError("raw needs a text: a list of messages needs the chat template")
-            if system is not None:
-                raise OptionError("system needs the chat template, which raw leaves out: give one of the two")
-            return prompt
-        if template is None:
-            if not isinstance(prompt, str) or system is not None:
-                what = "a system message" if isinstance(prompt, str) else "a list of messages"
-                raise TextError(f"this model has no chat template, and {what} needs one", "Give a raw text.")
-            self._on_note("this model has no chat template: the prompt is taken as raw text")
-            return prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        check_messages(messages)
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        found = {name: text for name in names if (text := self._sidecar.special_token(name)) is not None}
-        return render(template, messages, special_tokens=found)
+    def _encode(self, prompt: Prompt, rendering: Rendering, held: Held | None) -> _Encoded:
+        self._check_open()
+        if is_ids(prompt):
+            check_ids_rendering(rendering)
+            return _Encoded(self._checked_ids(prompt))  # type: ignore[arg-type]
+        if self.tokenizer is None:
+            raise TextError(
+                f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
+                "Put the model's tokenizer.json beside its weights.",
+            )
+        source = prompt_text(prompt, rendering, self._sidecar, self._on_note)  # type: ignore[arg-type]
+        self._make_room(self.tokenizer, source.text)
+        token_ids = None
+        rest = None if held is None else held.rest_of(source.text)
+        if held is not None and rest:
+            token_ids = self.tokenizer.extend(held.token_ids, held.token_ids[held.num_prompt :], rest)
+        if token_ids is None:
+            token_ids = self.tokenizer.encode(source.text)
+        highest = max(token_ids, default=0)
+        if highest >= self.vocab_size:
+            raise TextError(
+                f"the tokenizer gave token {highest:,} and the model has {self.vocab_size:,} tokens: "
+                f"the two do not belong together"
+            )
+        return _Encoded(token_ids, source)
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Check what only this model can tell of sampling options."""
+        if sampling.stops and self.tokenizer is None:
+            raise OptionError("stop needs text, and this model has no tokenizer: its answers are ids")
+        for token_id in sampling.biases:
+            if token_id >= self.vocab_size:
+                last = self.vocab_size - 1
+                raise OptionError(
+                    f"logit_bias names token id {token_id}, none of the model's: they go from 0 to {last:,}"
+                )
 
     def _make_room(self, tokenizer: Tokenizer, text: str) -> None:
         """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""
@@ -301,6 +322,7 @@ def load(
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
+    chat_template: str | Path | None = None,
     offline: bool = False,
     on_note: OnNote | None = None,
 ) -> Model:
@@ -308,13 +330,14 @@ def load(
 
     `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
     what the machine has. `threads` None means the physical cores. `io` is auto, buffered or direct; `kv_bits`
-    16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. Headers and configs are read and
-    checked now; weights with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
+    16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
+    Jinja template to use instead of the model's own. Headers and configs are read and checked now; weights
+    with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
 
     Raises:
         ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
         OptionError: a parameter out of range.
-        TextError: a damaged tokenizer_config.json or template.
+        TextError: a damaged tokenizer_config.json, or a template file that is missing or damaged.
     """
     from spile.architectures import open_model
     from spile.architectures.maple import Form
@@ -342,6 +365,11 @@ def load(
             maple = _convert(maple, cleanup, tell)
         tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
         sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
+        if chat_template is not None:
+            template = read_text(Path(chat_template).expanduser())
+            if template is None:
+                raise TextError(f"there is no chat template {chat_template}")
+            sidecar = replace(sidecar, chat_template=template)
         return Model(
             open_engine=lambda: _open_engine(maple, options, tokenizer),
             config=checkpoint.config,

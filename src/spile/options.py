@@ -141,5 +141,7 @@ def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
 def _checked_stops(given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise OptionError(f"stop is {quote(given)}: it must be a text, or a list of texts, none of them empty")
+        raise OptionError(
+            f"stop is {quote(given)}: it must be a text, or a list of texts, none of them empty"
+        )
     return tuple(stops)

@@ -1,7 +1,8 @@
-"""Turns a recorded trace of routed experts into hit rates: what each policy, and each size of pool, would have hit.
+"""Turns a recorded trace of routed experts into hit rates: what each policy and each pool would have hit.
 
-Ids and numbers only: no model, no files. A trace is int [N, L, K]: for each decoded token and layer with experts
-the K experts that the router chose. The pool starts empty; the first half of the trace warms it and is not counted.
+Ids and numbers only: no model, no files. A trace is int [N, L, K]: for each decoded token and layer with
+experts the K experts that the router chose. The pool starts empty; the first half of the trace warms it and is
+not counted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def replay(trace: Trace, num_experts: int, num_slots: int, policy: str) -> Repla
 
 def sizes_to_try(trace: Trace, num_experts: int) -> list[int]:
     """Return pool sizes from a sliver to everything, each about half as large again as the one before."""
-    N, L, K = trace.shape
+    _, L, K = trace.shape
     sizes, size = [], float(2 * K)
     while size < L * num_experts:
         sizes.append(int(size))
@@ -99,7 +100,7 @@ def _lru_per_layer(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
 
 def _lfu(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
     """Least frequently used, counting from the start, over one pool; ties go by age."""
-    N, L, K = trace.shape
+    N, L, _ = trace.shape
     counts = np.zeros(L * num_experts)
     resident: OrderedDict[int, None] = OrderedDict()
     hits = misses = 0

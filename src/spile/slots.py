@@ -47,10 +47,12 @@ class Slots:
     def __init__(self, table: ExpertTable, store: Store, policy: Policy, num_slots: int) -> None:
         """Reserve the pool; memory is taken as slots are first filled."""
         assert num_slots >= 1, "a pool needs a slot"
-        self._table, self._store, self._policy = table, store, policy
+        self._store, self._policy = store, policy
         self._num_experts = table.num_experts
-        self._part_nbytes = _part_nbytes(table)
-        self.slot_nbytes = sum(self._part_nbytes)
+        parts = _part_nbytes(table)
+        self.slot_nbytes = sum(parts)
+        self._part_starts = np.array([0, parts[0], parts[0] + parts[1]])
+        self._places = _Places.of(table)
         self.num_slots = num_slots
         self._pool = private_memory(num_slots * self.slot_nbytes)
         self._base = np.frombuffer(self._pool, np.uint8).ctypes.data
@@ -178,12 +180,17 @@ class Slots:
         room = min(len(waiting), _MAX_IN_FLIGHT - len(loading))
         if room <= 0:
             return
-        for slot in self._take_slots(layer, room):
-            expert = waiting.popleft()
-            extents = self._table.extents(layer, expert)
-            ticket = self._store.submit(extents, self._part_addresses(slot))
-            self._in_use[slot] = True
-            loading.append(_Load(ticket, expert, slot))
+        slots = self._take_slots(layer, room)
+        if not slots:
+            return
+        experts = [waiting.popleft() for _ in slots]
+        keys = layer * self._num_experts + np.array(experts)
+        addresses = self._base + np.array(slots)[:, None] * self.slot_nbytes + self._part_starts
+        self._in_use[slots] = True
+        shards, offsets, nbytes = self._places
+        nbytes = np.broadcast_to(nbytes, addresses.shape)
+        tickets = self._store.submit_groups(shards[keys], offsets[keys], nbytes, addresses)
+        loading.extend(_Load(*load) for load in zip(tickets, experts, slots, strict=True))
 
     def _finish_load(self, layer: int, loading: deque[_Load]) -> int:
         """Wait for the first load in flight; return its expert, resident now."""
@@ -205,10 +212,8 @@ class Slots:
 
     def _admit(self, layer: int, load: _Load) -> None:
         key = layer * self._num_experts + load.expert
-        extents = self._table.extents(layer, load.expert)
-        parts = self._part_addresses(load.slot)
-        for part, (extent, address) in enumerate(zip(extents, parts, strict=True)):
-            self._addresses[key, part] = address + self._store.delta(extent)
+        start = self._base + load.slot * self.slot_nbytes
+        self._addresses[key] = start + self._part_starts + self._places.offsets[key] % PAGE_NBYTES
         self._slot_to_key[load.slot] = key  # from here on it is resident
         self._key_to_slot[key] = load.slot
 
@@ -236,10 +241,30 @@ class Slots:
         self._in_use[slot] = False
         self._free.append(slot)
 
-    def _part_addresses(self, slot: int) -> tuple[int, int, int]:
-        start = self._base + slot * self.slot_nbytes
-        gate, up, _ = self._part_nbytes
-        return start, start + gate, start + gate + up
+
+class _Places(NamedTuple):
+    """Where the three parts of each expert lie, as arrays: looking extents up one by one would cost a
+    token 2 ms.
+    """
+
+    shards: NDArray[np.int64]  # [L * E, 3]
+    offsets: NDArray[np.int64]  # [L * E, 3]
+    nbytes: NDArray[np.int64]  # [3]
+
+    @classmethod
+    def of(cls, table: ExpertTable) -> _Places:
+        L, E = table.num_layers, table.num_experts
+        shards, offsets = np.zeros((L * E, 3), np.int64), np.zeros((L * E, 3), np.int64)
+        nbytes = np.zeros(3, np.int64)
+        for layer in range(L):
+            if not table.is_moe(layer):
+                continue
+            for expert in range(E):
+                extents = table.extents(layer, expert)
+                shards[layer * E + expert] = [extent.shard for extent in extents]
+                offsets[layer * E + expert] = [extent.offset for extent in extents]
+            nbytes[:] = [extent.nbytes for extent in extents]
+        return cls(shards, offsets, nbytes)
 
 
 def _part_nbytes(table: ExpertTable) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from spile import _core
 from spile.errors import ReadError
 from spile.experts import Extent
 
+ENDED = 0  # the ticket of reads that ended before anybody could wait; real ones count from 1
 PAGE_NBYTES = 4096  # of direct reads: every file system in use takes this alignment
 NUM_THREADS = (
     8  # queue depth: beyond it random reads of 262 kB got no faster (measured, virtio disk, 2026-11-30)
@@ -46,6 +47,9 @@ class Store:
         self.note: str | None = None
         self.stall_seconds = 0.0
         self.is_direct = direct
+        # Reads requests [n, 5] that the page cache holds, marking them in done [n]; None: nobody does.
+        self.read_cached: Callable[[NDArray[np.uint64], NDArray[np.uint8]], None] | None = None
+        self._num_cached_reads = self._cached_nbytes = 0
         self._reader: _core.Reader | None = None
         self._unfinished: NDArray[np.uint8] | None = None  # what an interrupted `read` may still write to
         try:
@@ -96,15 +100,59 @@ class Store:
         self._extents[ticket] = extents
         return ticket
 
+    def submit_groups(
+        self,
+        shards: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        addresses: NDArray[np.int64],
+    ) -> list[int]:
+        """Start n groups of m reads, [n, m] each: as n calls of `submit`, at the cost of one.
+
+        What the page cache holds is copied before this returns, by `read_cached`: those threads would only
+        wait for it, and a reader thread beside them would take their cores.
+        """
+        n, m = offsets.shape
+        deltas = offsets % PAGE_NBYTES
+        requests = np.empty((n, m, 5), np.uint64)  # fd, offset, wanted, room, address
+        requests[..., 0] = np.array(self._fds, np.uint64)[shards]
+        if self.is_direct:
+            requests[..., 1], requests[..., 4] = offsets - deltas, addresses
+            requests[..., 2] = deltas + nbytes
+            requests[..., 3] = -(-(deltas + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        else:
+            requests[..., 1], requests[..., 4] = offsets, addresses + deltas
+            requests[..., 2] = requests[..., 3] = nbytes
+        done = np.zeros(n * m, np.uint8)
+        if self.read_cached is not None and not self.is_direct:
+            self.read_cached(requests.reshape(-1, 5), done)
+            self._num_cached_reads += int(done.sum())
+            self._cached_nbytes += int(nbytes.reshape(-1)[done != 0].sum())
+        tickets = []
+        reader = self._open_reader()
+        for row, missing in enumerate(done.reshape(n, m) == 0):
+            if not missing.any():
+                tickets.append(ENDED)
+                continue
+            ticket = reader.submit(requests[row][missing])
+            self._extents[ticket] = [
+                Extent(int(shards[row, part]), int(offsets[row, part]), int(nbytes[row, part]))
+                for part in np.flatnonzero(missing)
+            ]
+            tickets.append(ticket)
+        return tickets
+
     def is_done(self, ticket: int) -> bool:
         """Say whether every read of the ticket has ended, well or badly. Does not block."""
-        return self._open_reader().is_done(ticket)
+        return ticket == ENDED or self._open_reader().is_done(ticket)
 
     def wait(self, ticket: int) -> None:
         """Block until every read of the ticket has ended.
 
         Raises: ReadError for the first one that failed; its buffers then hold nothing of use.
         """
+        if ticket == ENDED:
+            return
         started = time.perf_counter()
         index, _offset, _wanted, got, error = self._open_reader().wait(ticket)
         self.stall_seconds += time.perf_counter() - started
@@ -137,7 +185,7 @@ class Store:
     def counters(self) -> tuple[int, int, float]:
         """Return bytes read, reads made and seconds spent inside reads (summed over threads)."""
         nbytes, reads, seconds = self._open_reader().counters()
-        return nbytes, reads, seconds
+        return nbytes + self._cached_nbytes, reads + self._num_cached_reads, seconds
 
     def drain(self) -> None:
         """Drop reads that have not begun, block until the others have ended, and forget every ticket.

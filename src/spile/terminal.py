@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from spile.errors import WriteError
@@ -19,9 +20,11 @@ from spile.sizes import format_size
 
 if TYPE_CHECKING:
     from spile.engines.base import Counters
-    from spile.generate import Stats
+    from spile.generate import Chunk, Stats
 
 _ERASE_LINE = "\r\x1b[K"
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
 _FEWEST_ROWS = 4  # of a screen that can spare one
 _SECONDS_BETWEEN = 0.1  # of two updates of the live line
 # What a model writes must not drive the terminal: control characters but tab and newline are shown as '?'.
@@ -40,6 +43,7 @@ class Stdout:
             raise WriteError("standard output is closed")
         self.stream = stream
         self.is_terminal = stream.isatty()
+        self.is_styled = self.is_terminal and has_styles()
         self._at_line_start = True
 
     def write(self, text: str) -> None:
@@ -52,6 +56,14 @@ class Stdout:
         if self.is_terminal:
             text = text.translate(_CONTROLS)
         self._at_line_start = text.endswith("\n")
+        self._send(text)
+
+    def dim(self, on: bool) -> None:
+        """Dim what is written from now on, or no longer; nothing where there are no styles."""
+        if self.is_styled:
+            self._send(_DIM if on else _PLAIN)
+
+    def _send(self, text: str) -> None:
         try:
             self.stream.write(text)
             self.stream.flush()
@@ -65,6 +77,54 @@ class Stdout:
         """Begin a new line unless one has just begun."""
         if not self._at_line_start:
             self.write("\n")
+
+
+class AnswerWriter:
+    """Writes one answer as it comes: the reasoning dimmed, where it is wanted, then the text.
+
+    Standard output has both only where it is a terminal; in a file or a pipe it has the answer alone, and
+    the reasoning goes to standard error.
+    """
+
+    def __init__(self, stdout: Stdout, stderr: TextIO, *, shows_reasoning: bool) -> None:
+        self._stdout = stdout
+        self._reasoning = stdout if stdout.is_terminal else Stdout(stderr)
+        self._shows_reasoning = shows_reasoning
+        self._is_reasoning = False
+
+    def write(self, chunk: Chunk) -> None:
+        """Write what a chunk brings.
+
+        Raises: StdoutClosedError, WriteError.
+        """
+        if chunk.reasoning and self._shows_reasoning:
+            self._begin()
+            self._reasoning.write(chunk.reasoning)
+        if chunk.text:
+            self._end()
+            self._stdout.write(chunk.text)
+
+    def close(self) -> None:
+        """End the last line, and leave no style behind."""
+        self._end()
+        self._stdout.end_line()
+
+    def _begin(self) -> None:
+        if self._is_reasoning:
+            return
+        self._is_reasoning = True
+        if self._reasoning.is_styled:
+            self._reasoning.dim(True)
+        else:
+            self._reasoning.write("[thinking]\n")
+
+    def _end(self) -> None:
+        if not self._is_reasoning:
+            return
+        self._is_reasoning = False
+        self._reasoning.dim(False)
+        self._reasoning.end_line()
+        self._reasoning.write("\n" if self._reasoning.is_styled else "[answer]\n")
 
 
 class LiveLine:
@@ -144,9 +204,11 @@ class Progress:
     def __init__(
         self, stream: TextIO, counters: Callable[[], Counters | None], *, shares_screen: bool
     ) -> None:
+        self.context: tuple[int, int] | None = None  # tokens before the answer, and the most there can be
         self._line = LiveLine(stream)
         self._answer_line = BottomLine(stream) if shares_screen else self._line
         self._counters = counters
+        self._before = counters()
         self._started = self._first = time.monotonic()
         self._num_tokens = 0
 
@@ -163,25 +225,29 @@ class Progress:
         """Say that so many tokens of the prompt were read."""
         self._line.show(lambda: prefill_text(done, total, time.monotonic() - self._started))
 
-    def token(self) -> None:
-        """Say that a token of the answer came."""
+    def token(self, *, is_thinking: bool = False) -> None:
+        """Say that a token of the answer, or of the reasoning before it, came."""
         if self._num_tokens == 0:
             self._first = time.monotonic()
             self._line.clear()
         self._num_tokens += 1
-        self._answer_line.show(self._generation_text)
+        word = "thinking: " if is_thinking else ""
+        self._answer_line.show(lambda: word + self.text())
 
     def close(self) -> None:
         """Take the line away."""
         self._line.clear()
         self._answer_line.clear()
 
-    def _generation_text(self) -> str:
-        counters = self._counters()
-        wanted = counters.hits + counters.misses if counters else 0
-        hit_rate = counters.hits / wanted if counters and wanted else None
+    def text(self) -> str:
+        """Return what the line says of the answer so far."""
+        after, before = self._counters(), self._before
+        hits = after.hits - (before.hits if before else 0) if after else 0
+        wanted = hits + (after.misses - (before.misses if before else 0) if after else 0)
         seconds = time.monotonic() - self._first
-        return generation_text(self._num_tokens, seconds, current_memory_bytes(), hit_rate)
+        context = None if self.context is None else (self.context[0] + self._num_tokens, self.context[1])
+        rate = hits / wanted if wanted else None
+        return generation_text(self._num_tokens, seconds, current_memory_bytes(), rate, context)
 
 
 def prefill_text(done: int, total: int, seconds: float) -> str:
@@ -190,11 +256,20 @@ def prefill_text(done: int, total: int, seconds: float) -> str:
     return f"reading the prompt: {100 * done // max(total, 1)} % of {total:,} tokens{rate}"
 
 
-def generation_text(num_tokens: int, seconds: float, memory_bytes: int, hit_rate: float | None) -> str:
-    """Return the live line of an answer in the making; `seconds` since its first token."""
+def generation_text(
+    num_tokens: int,
+    seconds: float,
+    memory_bytes: int,
+    hit_rate: float | None,
+    context: tuple[int, int] | None = None,
+) -> str:
+    """Return the live line of an answer in the making; `seconds` since its first token; of the context, how
+    many tokens are used of how many.
+    """
     rate = f"{(num_tokens - 1) / seconds:,.1f} tok/s, " if num_tokens > 1 and seconds > 0 else ""
     hits = "" if hit_rate is None else f", {100 * hit_rate:.1f} % hits"
-    return f"{num_tokens:,} tokens, {rate}memory {format_size(memory_bytes)}{hits}"
+    used = "" if context is None else f", context {context[0]:,} of {context[1]:,}"
+    return f"{num_tokens:,} tokens, {rate}memory {format_size(memory_bytes)}{hits}{used}"
 
 
 def bytes_text(what: str, done: int, total: int) -> str:
@@ -217,6 +292,26 @@ def summary_lines(stats: Stats) -> list[str]:
     if not stats.exact:
         lines.append("Approximate: this answer is not that of the whole model")
     return lines
+
+
+def unanswered_note(stats: Stats, context: int) -> str:
+    """Return the sentence for an answer that ended inside of its reasoning."""
+    if stats.prompt_tokens + stats.completion_tokens > context:
+        where = f"the context of {context:,} tokens was full"
+    else:
+        where = f"the limit of {stats.completion_tokens:,} tokens fell"
+    return f"{where} inside of the reasoning, before any answer; --think off asks for none"
+
+
+def note(text: str, *, word: str = "note: ") -> None:
+    """Write a line to standard error; where that is closed, to nobody."""
+    with suppress(OSError):
+        print(f"{word}{text}", file=sys.stderr, flush=True)
+
+
+def has_styles() -> bool:
+    """Whether terminals may be sent styles: not dumb ones, and not where NO_COLOR is set (no-color.org)."""
+    return os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def prepare_streams() -> None:

@@ -1,13 +1,12 @@
 """Turns a model folder and token ids into the one binary file that `forward.cpp` reads, and its hash.
 
-    python tests/native/dump.py FOLDER      writes golden.dump, golden32.dump and tails.dump into FOLDER
+python tests/native/dump.py FOLDER      writes golden.dump, golden32.dump and tails.dump into FOLDER
 """
 
 from __future__ import annotations
 
 import struct
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,12 @@ def write_dump(
             tensor(f"{model.embedding_name}.{part}")
         for layer in range(config.num_hidden_layers):
             prefix = f"model.layers.{layer}"
-            for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+            for norm in (
+                "input_layernorm",
+                "post_attention_layernorm",
+                "self_attn.q_norm",
+                "self_attn.k_norm",
+            ):
                 tensor(f"{prefix}.{norm}.weight")
             for name in ("q", "k", "v", "o"):
                 linear(f"{prefix}.self_attn.{name}_proj")
@@ -126,5 +130,4 @@ def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("usage: python tests/native/dump.py FOLDER")
-    with tempfile.TemporaryDirectory():
-        write_all(Path(sys.argv[1]))
+    write_all(Path(sys.argv[1]))

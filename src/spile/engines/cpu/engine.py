@@ -117,6 +117,7 @@ class CpuEngine:
                 self._head = Head(model, None, config.vocab_size, self._weights)
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
+                self._store.read_cached = self._decoder.read_cached
                 self._policy = Policy(table.num_layers, table.num_experts)
                 self._experts = Slots(table, self._store, self._policy, plan.num_slots)
                 self._head = Head(model, self._store, plan.num_head_rows, self._weights)

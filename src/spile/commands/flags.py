@@ -1,0 +1,319 @@
+"""Turns what several commands ask in the same words into values: how to render, to sample, to open a model.
+
+It does not run anything. A command that takes a dataclass of flags as a parameter gets all of them: `command`
+spreads the fields into the signature that the command line is made from, and gathers them again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from spile.engines import EngineOptions
+from spile.errors import OptionError
+from spile.options import Sampling
+
+if TYPE_CHECKING:
+    from spile.model import Model
+
+_DEFAULTS = Sampling()
+_ENGINE = EngineOptions()
+_MODEL_HELP = "A folder or a hub id; default: the demo model."
+THINK = ("show", "hide", "off")
+
+PROMPT = "Prompt"
+ANSWER = "Answer"
+MACHINE = "Model and machine"
+
+
+@dataclass
+class Door:
+    """What the outermost door has to know about the command inside."""
+
+    debug: bool = False
+
+
+def _set_debug(context: typer.Context, value: bool) -> bool:
+    door = context.find_root().obj
+    if value and isinstance(door, Door):
+        door.debug = True
+    return value
+
+
+def option(*flags: str, help: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare a flag; its variable is SPILE_ and the first flag's name, as the help's last line says."""
+    name = flags[0].split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(
+        *flags, envvar=f"SPILE_{name}", show_envvar=False, help=help, rich_help_panel=panel, **more
+    )
+
+
+Model_ = Annotated[str | None, option("--model", "-m", metavar="MODEL", help=_MODEL_HELP, panel=MACHINE)]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+Json = Annotated[bool, option("--json", help="Print one JSON object.")]
+Offline = Annotated[bool, option("--offline", help="Download nothing.", panel=MACHINE)]
+Debug = Annotated[
+    bool, option("--debug", callback=_set_debug, is_eager=True, help="Show the traceback of an error.")
+]
+KvBits = Annotated[
+    int,
+    option(
+        "--kv-bits",
+        metavar="N",
+        help=f"16 or 32, for keys and values; default {_ENGINE.kv_bits}.",
+        panel=MACHINE,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TemplateFlags:
+    """How messages become a prompt."""
+
+    system: Annotated[
+        str | None, option("--system", metavar="TEXT", help="A system message before all.", panel=PROMPT)
+    ] = None
+    chat_template: Annotated[
+        Path | None,
+        option("--chat-template", metavar="FILE", help="A Jinja template to use instead.", panel=PROMPT),
+    ] = None
+    template_args: Annotated[
+        str | None,
+        option("--template-args", metavar="JSON", help="More arguments for the template.", panel=PROMPT),
+    ] = None
+    think: Annotated[
+        str,
+        option(
+            "--think", metavar="show|hide|off", help="What to do about reasoning; default show.", panel=PROMPT
+        ),
+    ] = "show"
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the template's arguments.
+
+        Raises: OptionError for what is no JSON object, and for a `think` that is none.
+        """
+        check_choice("--think", self.think, THINK)
+        if self.template_args is None:
+            return {}
+        import json
+
+        try:
+            value = json.loads(self.template_args)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"--template-args is not valid JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise OptionError(
+                f"--template-args is a JSON {type(value).__name__}: it must be an object",
+                "Such as --template-args '{\"enable_thinking\": false}'.",
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen and when an answer ends. None and nothing mean the model's default."""
+
+    max_tokens: Annotated[
+        int | None,
+        option("--max-tokens", metavar="N", help="Default: until the model ends.", panel=ANSWER),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        option("--stop", metavar="TEXT", help="End before this text; may be repeated.", panel=ANSWER),
+    ] = None
+    temp: Annotated[
+        float | None,
+        option(
+            "--temp",
+            metavar="X",
+            help=f"0 is greedy; default: the model's, else {_DEFAULTS.temperature}.",
+            panel=ANSWER,
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option(
+            "--top-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.top_p}.", panel=ANSWER
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        option(
+            "--top-k", metavar="N", help=f"Default: the model's, else {_DEFAULTS.top_k}.", panel=ANSWER
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        option(
+            "--min-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.min_p}.", panel=ANSWER
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, option("--seed", metavar="N", help="Same seed, same answer.", panel=ANSWER)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            "--repetition-penalty", metavar="X", help="Divides logits of what was said.", panel=ANSWER
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        option("--presence-penalty", metavar="X", help="Taken off once for what was said.", panel=ANSWER),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        option("--frequency-penalty", metavar="X", help="Taken off for each time.", panel=ANSWER),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        option("--logit-bias", metavar="ID=X", help="Added to a token's logit; -100: never.", panel=ANSWER),
+    ] = None
+
+    def changes(self, **more: Any) -> dict[str, Any]:
+        """Return the fields of `Sampling` that were asked for, and `more` of them.
+
+        Raises: OptionError for what is out of range, before any model is looked for.
+        """
+        changes: dict[str, Any] = {
+            ("temperature" if field.name == "temp" else field.name): getattr(self, field.name)
+            for field in fields(self)
+        }
+        changes["stop"] = self.stop or None
+        changes["logit_bias"] = _bias_of(self.logit_bias) if self.logit_bias else None
+        changes |= more
+        _DEFAULTS.changed(changes)
+        return {name: value for name, value in changes.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Which model, and what of this machine it may use."""
+
+    model: Model_ = None
+    memory: Annotated[
+        str,
+        option(
+            "--memory", metavar="SIZE", help="Bound of the whole process, such as 630MB.", panel=MACHINE
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None,
+        option("--threads", metavar="N", help="Default: the physical cores.", panel=MACHINE),
+    ] = None
+    io: Annotated[
+        str,
+        option(
+            "--io",
+            metavar="MODE",
+            help=f"auto, buffered, direct or mapped; default {_ENGINE.io}.",
+            panel=MACHINE,
+        ),
+    ] = _ENGINE.io
+    kv_bits: KvBits = _ENGINE.kv_bits
+    context: Annotated[
+        int | None,
+        option(
+            "--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE
+        ),
+    ] = None
+    offline: Offline = False
+
+    def load(self, template: TemplateFlags, *, model: str | None = None) -> Model:
+        """Open the model: headers and configs; `model` in place of the flag's.
+
+        Raises: as `spile.load`.
+        """
+        from spile.model import load
+        from spile.terminal import note
+
+        return load(
+            self.model if model is None else model,
+            memory=size_or_auto(self.memory),
+            threads=self.threads,
+            io=self.io,
+            kv_bits=self.kv_bits,
+            context=self.context,
+            chat_template=template.chat_template,
+            offline=self.offline,
+            on_note=note,
+        )
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Spread the parameters that are dataclasses of flags into single ones, in their place."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        kinds = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=kinds[field.name],
+                )
+            )
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+
+    @functools.wraps(function)
+    def spread(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        function(**values)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return spread
+
+
+def one_of(name: str, argument: str | None, flag: str, value: str | None) -> str | None:
+    """Return what was given as argument or flag; both is one too many, unless they agree."""
+    if argument is not None and value is not None and argument != value:
+        raise OptionError(f"{name} was given twice: {argument!r} and {flag} {value!r}")
+    return value if argument is None else argument
+
+
+def size_or_auto(text: str) -> int | None:
+    """Read a size, or None for 'auto'.
+
+    Raises: OptionError.
+    """
+    from spile.sizes import parse_size
+
+    return None if text.strip().lower() == "auto" else parse_size(text, name="--memory")
+
+
+def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check a flag with few values.
+
+    Raises: OptionError naming them.
+    """
+    if value not in choices:
+        raise OptionError(f"{flag} is {value!r}: it must be one of {', '.join(choices)}")
+
+
+def _bias_of(given: list[str]) -> dict[int, float]:
+    """Return token id -> bias of texts such as '42=-5'."""
+    biases: dict[int, float] = {}
+    for text in given:
+        token_id, _, value = text.partition("=")
+        try:
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--logit-bias is {text!r}: it must be a token id and a number, such as 42=-5"
+            ) from None
+    return biases

@@ -1,0 +1,170 @@
+"""Turns `spile generate` into one answer: its text on standard output, all else on standard error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from spile.commands.flags import (
+    ANSWER,
+    PROMPT,
+    Debug,
+    EngineFlags,
+    Json,
+    SamplingFlags,
+    TemplateFlags,
+    command,
+    one_of,
+    option,
+)
+from spile.errors import OptionError
+
+
+@command
+def generate(
+    prompt_argument: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")
+    ] = None,
+    prompt: Annotated[
+        str | None, option("--prompt", metavar="TEXT", help="The same, as a flag.", panel=PROMPT)
+    ] = None,
+    raw: Annotated[
+        bool, option("--raw", help="Go on from the prompt: no chat template.", panel=PROMPT)
+    ] = False,
+    template: TemplateFlags = TemplateFlags(),  # noqa: B008  (frozen)
+    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
+    ignore_eos: Annotated[
+        bool, option("--ignore-eos", help="Never end by itself, for benchmarks.", panel=ANSWER)
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        option("--logprobs", metavar="N", help="With --json: tell N likeliest tokens.", panel=ANSWER),
+    ] = None,
+    engine: EngineFlags = EngineFlags(),  # noqa: B008
+    json: Json = False,
+    verbose: Annotated[bool, option("--verbose", help="Say more on standard error.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Answer a prompt."""
+    text = _read_prompt(prompt_argument, prompt)
+    changes = sampling.changes(logprobs=logprobs, ignore_eos=ignore_eos or None)
+    if logprobs is not None and not json:
+        raise OptionError("--logprobs needs --json: they have no place in a text")
+    arguments = template.arguments()
+    rendering = {"raw": raw, "system": template.system, "think": template.think != "off"}
+    with engine.load(template) as loaded:
+        _answer(
+            loaded, text, {**rendering, "template_arguments": arguments, **changes}, template.think, json, verbose
+        )
+
+
+def _answer(
+    loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool
+) -> None:
+    """Stream one answer, then what it took."""
+    from spile.generate import join
+    from spile.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
+
+    stdout = Stdout(sys.stdout)
+    shows_reasoning = think == "show" and not json
+    writer = AnswerWriter(stdout, sys.stderr, shows_reasoning=shows_reasoning)
+    progress = Progress(
+        sys.stderr,
+        loaded.counters,
+        shares_screen=not json and (stdout.is_terminal or (shows_reasoning and loaded.can_reason)),
+    )
+    progress.load()
+    try:
+        stream = loaded.stream(text, on_prefill=progress.prefill, **options)
+    finally:
+        progress.start()
+    note(loaded.summary or "", word="")
+    if verbose:
+        sampling = {name: value for name, value in options.items() if hasattr(loaded.sampling, name)}
+        note(
+            f"model {loaded.folder}, context {loaded.context:,}, {loaded.sampling.changed(sampling)}", word=""
+        )
+    chunks = []
+    try:
+        for chunk in stream:
+            chunks.append(chunk)
+            if chunk.token_id is not None:
+                progress.token(is_thinking=bool(chunk.reasoning))
+            if not json:
+                writer.write(chunk)
+    except KeyboardInterrupt:
+        progress.close()
+        writer.close()
+        raise
+    finally:
+        progress.close()
+    completion = join(chunks)
+    if json:
+        stdout.write(json_line(_as_dict(completion, loaded)))
+    else:
+        writer.close()
+    if completion.finish_reason == "length" and completion.reasoning and not completion.text:
+        note(unanswered_note(completion.stats, loaded.context))
+    for line in summary_lines(completion.stats):
+        note(line, word="")
+    counters = loaded.counters()
+    if verbose and counters is not None:
+        note(f"finish: {completion.finish_reason}; since the start: {counters}", word="")
+
+
+def _as_dict(completion: Any, loaded: Any) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    answer: dict[str, Any] = {
+        "text": completion.text,
+        "reasoning": completion.reasoning,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stopped_by": completion.stopped_by,
+    }
+    if completion.logprobs:
+        answer["logprobs"] = [
+            {
+                **_logprob_as_dict(one.token_id, one.logprob, loaded),
+                "top": [_logprob_as_dict(other.token_id, other.logprob, loaded) for other in one.top],
+            }
+            for one in completion.logprobs
+        ]
+    return {**answer, **completion.stats.as_dict()}
+
+
+def _logprob_as_dict(token_id: int, logprob: float, loaded: Any) -> dict[str, Any]:
+    token = loaded.tokenizer.entry(token_id).decode(errors="replace") if loaded.tokenizer else None
+    return {
+        "token_id": token_id,
+        "token": token,
+        "logprob": logprob if logprob > float("-inf") else None,
+    }
+
+
+def _read_prompt(argument: str | None, flag: str | None) -> str:
+    """Return the prompt that the command line or standard input holds."""
+    text = one_of("PROMPT", argument, "--prompt", flag)
+    if text is None:
+        raise OptionError("there is no prompt", "Give PROMPT, or - to read standard input.")
+    if text != "-":
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(f"the prompt is not valid UTF-8 at character {error.start:,}") from error
+        return text
+    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"standard input is not valid UTF-8 at byte {error.start:,}") from error
+    return text.removesuffix("\n").removesuffix("\r")  # the line's end is the shell's, not the prompt's
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """Return one line of JSON, in ASCII where standard output has no more."""
+    import json
+
+    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower().replace("-", "")
+    return json.dumps(value, ensure_ascii=encoding != "utf8", allow_nan=False) + "\n"
