@@ -1,4 +1,4 @@
-"""The same bits on another processor: the core built by every compiler at hand, and for aarch64 run under an emulator.
+"""The same bits on another processor: the core by every compiler at hand, for aarch64 under an emulator.
 
 Opt-in (`pytest -m neon`), in about a minute; `tools/neon` says what it needs.
 """

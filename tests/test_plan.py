@@ -1,4 +1,4 @@
-"""One budget turned into slots, head rows, chunk and context: the sum stays within it, and more is never less."""
+"""One budget turned into slots, head rows, chunk and context: within it always, and more is never less."""
 
 from __future__ import annotations
 

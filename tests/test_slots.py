@@ -23,7 +23,7 @@ from spile.experts import Extent
 from spile.memory import current_memory_bytes
 from spile.policy import Policy
 from spile.slots import Slots
-from spile.store import Store
+from spile.store import ENDED, Store
 
 PARTS_NBYTES = (5000, 4096, 300)  # of gate, up, down: no alignment anywhere
 
@@ -61,17 +61,20 @@ class FakeStore:
         self.failed: set[int] = set()
         self.num_submitted = 0
 
-    def submit(self, extents: Sequence[Extent], addresses: Sequence[int]) -> int:
+    def _submit(self, extents: Sequence[Extent], addresses: Sequence[int]) -> int:
         self.num_submitted += 1
         self.pending[self.num_submitted] = (extents, addresses)
         for extent, address in zip(extents, addresses, strict=True):
             assert address % 4096 == 0
             ctypes.memset(address, 0xEE, Store.room(extent))
+        if self.rng.random() < 0.2 and not self.failing.intersection(extents):  # in the page cache
+            self._end(self.num_submitted)
+            return ENDED
         return self.num_submitted
 
     def submit_groups(self, shards: Any, offsets: Any, nbytes: Any, addresses: Any) -> list[int]:
         rows = zip(shards.tolist(), offsets.tolist(), nbytes.tolist(), addresses.tolist(), strict=True)
-        return [self.submit([Extent(*e) for e in zip(s, o, n, strict=True)], a) for s, o, n, a in rows]
+        return [self._submit([Extent(*e) for e in zip(s, o, n, strict=True)], a) for s, o, n, a in rows]
 
     def is_done(self, ticket: int) -> bool:
         if self.rng.random() < 0.4:
@@ -266,7 +269,7 @@ def test_fetch_closed_early_ends_what_is_in_flight(num_slots: int, in_order: boo
 
 
 def test_fetch_that_is_only_forgotten_disturbs_no_later_one() -> None:
-    """Regression: a traceback kept an interrupted fetch alive; collected later, it gave its slots away twice."""
+    """Regression: a traceback kept an interrupted fetch alive; collected, it gave its slots away twice."""
     pool = Pool(4)
     forgotten = [pool.fetch(layer, range(8), False) for layer in range(4)]
     for fetched in forgotten:
@@ -423,7 +426,7 @@ def best_hits(trace: list[list[int]], num_slots: int) -> int:
 
 @pytest.mark.parametrize("num_slots", [12, 24, 36, 44])
 def test_pool_below_a_tokens_cycle_still_hits(num_slots: int) -> None:
-    """12 layers want the same 4 experts for every token: a cycle of 48. LRU always gives up the very next one."""
+    """12 layers want the same 4 experts for every token: a cycle of 48. LRU gives up the very next one."""
     pool = Pool(num_slots, num_layers=12, num_experts=8)
     experts, num_tokens = [0, 2, 3, 7], 30
     for _ in range(num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import platform
@@ -11,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spile import _core, store
 from spile.errors import ReadError
 from spile.experts import Extent
-from spile.store import PAGE_NBYTES, Store, aligned_buffer
+from spile.store import ENDED, PAGE_NBYTES, Store, aligned_buffer
 
 FILE_NBYTES = 5 * PAGE_NBYTES + 1234  # the end is inside a page
 # Offset and length: odd ones, a byte, within a page, across pages, whole pages, up to the end, everything.
@@ -231,6 +233,61 @@ def test_many_tickets_end_each_for_itself(opened: Store, shards: list[Path]) -> 
         start = opened.delta(extents[i])
         assert buffers[i][start : start + extents[i].nbytes].tobytes() == wanted(shards, extents[i])
     assert not opened._extents
+
+
+@pytest.mark.parametrize("cached", ["none", "all", "some"])
+def test_groups_of_reads_are_exact_whatever_the_page_cache_holds(
+    cached: str, opened: Store, shards: list[Path]
+) -> None:
+    """n groups of three extents, as the pool asks for experts; the others of a group are read as ever."""
+    rng = np.random.default_rng(4)
+    asked: list[int] = []
+
+    def read_cached(requests: NDArray[np.uint64], done: NDArray[np.uint8]) -> None:
+        asked.append(len(requests))
+        for row, (fd, offset, wanted, _, address) in enumerate(requests.tolist()):
+            if cached == "all" or (cached == "some" and rng.random() < 0.5):
+                done[row] = 1
+                data = os.pread(fd, wanted, offset)
+                ctypes.memmove(address, data, wanted)
+
+    opened.read_cached = None if cached == "none" else read_cached
+    groups = [[EXTENTS[i] for i in rng.integers(0, len(EXTENTS), 3)] for _ in range(40)]
+    room = max(opened.room(extent) for extent in EXTENTS)
+    buffer = aligned_buffer(40 * 3 * room)
+    addresses = buffer.ctypes.data + room * np.arange(120).reshape(40, 3)
+    fields = (np.array([[extent[n] for extent in group] for group in groups]) for n in range(3))
+    before = opened.counters()
+    tickets = opened.submit_groups(*fields, addresses)
+    for group, ticket, starts in zip(groups, tickets, addresses, strict=True):
+        opened.wait(ticket)
+        assert opened.is_done(ticket)
+        for extent, start in zip(group, starts.tolist(), strict=True):
+            got = ctypes.string_at(start + opened.delta(extent), extent.nbytes)
+            assert got == wanted(shards, extent)
+    nbytes, reads, _ = opened.counters()
+    assert reads - before[1] >= 120
+    assert nbytes - before[0] >= sum(extent.nbytes for group in groups for extent in group)
+    assert asked == ([120] if cached != "none" and not opened.is_direct else [])
+    if cached == "all" and not opened.is_direct:
+        assert set(tickets) == {ENDED}
+
+
+def test_group_with_a_read_that_fails_names_that_read(opened: Store) -> None:
+    """Of a group whose other reads the page cache held: the numbers are those of the one that failed."""
+
+    def all_but_one(requests: NDArray[np.uint64], done: NDArray[np.uint8]) -> None:
+        done[:] = 1
+        done[4] = 0
+
+    opened.read_cached = all_but_one
+    buffer = aligned_buffer(6 * 2 * PAGE_NBYTES)
+    addresses = buffer.ctypes.data + 2 * PAGE_NBYTES * np.arange(6).reshape(2, 3)
+    offsets = np.array([[0, 10, 20], [30, FILE_NBYTES - 5, 40]])
+    tickets = opened.submit_groups(np.ones((2, 3), int), offsets, np.full((2, 3), 9), addresses)
+    opened.wait(tickets[0])
+    with pytest.raises(ReadError, match=rf"model-2.*at offset {FILE_NBYTES - 5:,} wanted 9 bytes, got 5"):
+        opened.wait(tickets[1])
 
 
 def test_counters_tell_bytes_calls_and_seconds(shards: list[Path]) -> None:

@@ -17,6 +17,13 @@
 
 namespace spile {
 
+// Rows of a linear layer that a thread takes at a time: 64 kB of codes at 2,048 wide. The first few kB of an item are not
+// fetched ahead, so it should not be shorter.
+constexpr int kRowsPerItem = 128;
+constexpr int kHeadRowsPerItem = 256;
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 struct DecoderConfig {
   int hidden_size, num_layers, num_heads, num_kv_heads, head_dim, num_experts, num_chosen, expert_size, dense_size;
   int rope_dims, vocab_size, window;

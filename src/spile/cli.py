@@ -103,5 +103,5 @@ def main() -> int:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether the command line library refuses the flags. Its exceptions have no public name in all versions."""
+    """Whether the flags were refused: in some versions typer's exceptions have no public name."""
     return hasattr(error, "format_message") and getattr(error, "exit_code", None) == 2

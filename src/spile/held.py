@@ -15,8 +15,8 @@ from spile.engines.base import Engine, State
 class Held:
     """An engine's state that outlives an answer, and the token ids it was fed.
 
-    Invariant: the state holds exactly `token_ids[:state.position]`. The last token of an answer was chosen but
-    perhaps never fed; it is in `token_ids` all the same.
+    Invariant: the state holds exactly `token_ids[:state.position]`. The last token of an answer was chosen,
+    but perhaps never fed; it is in `token_ids` all the same.
     """
 
     def __init__(self) -> None:

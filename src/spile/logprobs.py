@@ -1,4 +1,4 @@
-"""Turns the logits of one position into log-probabilities: of the token that was chosen, and of the likeliest.
+"""Turns the logits of one position into log-probabilities: of the chosen token, and of the likeliest.
 
 They are the model's own: of all entries, before biases, penalties, filters and temperature, as the softmax of
 the logits has them. It does not know how the token was chosen.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,7 +143,7 @@ class Model:
         held: Held | None = None,
         on_prefill: OnPrefill | None = None,
         **sampling: Any,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Answer a prompt chunk by chunk.
 
         A text is the user's message, or with `raw` the very text to go on from; a list of messages
@@ -279,7 +279,7 @@ class Model:
         if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
             self._engine.lend(tokenizer.encode_nbytes(text))
 
-    def _while_open(self, chunks: Generator[Chunk, None, None]) -> Iterator[Chunk]:
+    def _while_open(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
         with closing(chunks):
             while True:
                 self._check_open()

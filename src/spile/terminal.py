@@ -105,9 +105,11 @@ class AnswerWriter:
             self._stdout.write(chunk.text)
 
     def close(self) -> None:
-        """End the last line, and leave no style behind."""
-        self._end()
-        self._stdout.end_line()
+        """Leave no style behind. The last line is not ended, unless it is one of reasoning."""
+        if self._is_reasoning:
+            self._is_reasoning = False
+            self._reasoning.dim(False)
+            self._reasoning.end_line()
 
     def _begin(self) -> None:
         if self._is_reasoning:
@@ -119,12 +121,11 @@ class AnswerWriter:
             self._reasoning.write("[thinking]\n")
 
     def _end(self) -> None:
-        if not self._is_reasoning:
-            return
-        self._is_reasoning = False
-        self._reasoning.dim(False)
-        self._reasoning.end_line()
-        self._reasoning.write("\n" if self._reasoning.is_styled else "[answer]\n")
+        """Part the answer from the reasoning."""
+        if self._is_reasoning:
+            self.close()
+            if self._reasoning is self._stdout:
+                self._reasoning.write("\n" if self._reasoning.is_styled else "[answer]\n")
 
 
 class LiveLine:

@@ -1,1 +1,1 @@
-"""The commands of the command line, one file a subject. Each checks its flags, calls the library and prints."""
+"""The commands, one file a subject. Each checks its flags, calls the library and prints what that gives."""

@@ -1,8 +1,54 @@
-"""Turns `spile chat` into a conversation: `spile.chat` holds it, this file reads the flags."""
+"""Turns the flags of `spile chat` into a conversation."""
+
 from __future__ import annotations
-from spile.commands.flags import command, TemplateFlags, Debug
+
+from pathlib import Path
+from typing import Annotated
+
+from spile.commands.flags import (
+    PROMPT,
+    Debug,
+    EngineFlags,
+    ModelArgument,
+    SamplingFlags,
+    TemplateFlags,
+    check_choice,
+    command,
+    one_of,
+    option,
+)
+
+_OVERFLOW = ("stop", "drop-oldest")
 
 
 @command
-def chat(template: TemplateFlags = TemplateFlags(), debug: Debug = False) -> None:
+def chat(
+    model_argument: ModelArgument = None,
+    template: TemplateFlags = TemplateFlags(),  # noqa: B008  (frozen)
+    overflow: Annotated[
+        str,
+        option("--overflow", metavar="MODE", help="At a full context: stop or drop-oldest.", panel=PROMPT),
+    ] = "stop",
+    history: Annotated[
+        Path | None,
+        option("--history", metavar="FILE", help="What the arrow keys recall; none: nothing.", panel=PROMPT),
+    ] = None,
+    sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
+    engine: EngineFlags = EngineFlags(),  # noqa: B008
+    debug: Debug = False,
+) -> None:
     """Talk to a model."""
+    source = one_of("MODEL", model_argument, "--model", engine.model)
+    changes, arguments = sampling.changes(), template.arguments()
+    check_choice("--overflow", overflow, _OVERFLOW)
+    from spile.chat import Chat, ChatOptions, commands
+    from spile.lines import default_history, open_lines
+
+    if history is None:
+        history = default_history()
+    elif str(history) == "none":
+        history = None
+    with engine.load(template, model=source) as model:
+        options = ChatOptions(model.sampling.changed(changes), arguments, template.think, overflow)
+        lines, is_interactive = open_lines(history, commands())
+        Chat(model, options, lines, system=template.system, is_interactive=is_interactive).run()

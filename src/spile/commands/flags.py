@@ -139,30 +139,22 @@ class SamplingFlags:
     ] = None
     top_p: Annotated[
         float | None,
-        option(
-            "--top-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.top_p}.", panel=ANSWER
-        ),
+        option("--top-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.top_p}.", panel=ANSWER),
     ] = None
     top_k: Annotated[
         int | None,
-        option(
-            "--top-k", metavar="N", help=f"Default: the model's, else {_DEFAULTS.top_k}.", panel=ANSWER
-        ),
+        option("--top-k", metavar="N", help=f"Default: the model's, else {_DEFAULTS.top_k}.", panel=ANSWER),
     ] = None
     min_p: Annotated[
         float | None,
-        option(
-            "--min-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.min_p}.", panel=ANSWER
-        ),
+        option("--min-p", metavar="X", help=f"Default: the model's, else {_DEFAULTS.min_p}.", panel=ANSWER),
     ] = None
     seed: Annotated[
         int | None, option("--seed", metavar="N", help="Same seed, same answer.", panel=ANSWER)
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        option(
-            "--repetition-penalty", metavar="X", help="Divides logits of what was said.", panel=ANSWER
-        ),
+        option("--repetition-penalty", metavar="X", help="Divides logits of what was said.", panel=ANSWER),
     ] = None
     presence_penalty: Annotated[
         float | None,
@@ -200,9 +192,7 @@ class EngineFlags:
     model: Model_ = None
     memory: Annotated[
         str,
-        option(
-            "--memory", metavar="SIZE", help="Bound of the whole process, such as 630MB.", panel=MACHINE
-        ),
+        option("--memory", metavar="SIZE", help="Bound of the whole process, such as 630MB.", panel=MACHINE),
     ] = "auto"
     threads: Annotated[
         int | None,
@@ -220,9 +210,7 @@ class EngineFlags:
     kv_bits: KvBits = _ENGINE.kv_bits
     context: Annotated[
         int | None,
-        option(
-            "--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE
-        ),
+        option("--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE),
     ] = None
     offline: Offline = False
 
@@ -250,7 +238,7 @@ class EngineFlags:
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Spread the parameters that are dataclasses of flags into single ones, in their place."""
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in groups:

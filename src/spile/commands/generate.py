@@ -25,7 +25,8 @@ from spile.errors import OptionError
 @command
 def generate(
     prompt_argument: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt; - reads standard input.", rich_help_panel=PROMPT),
     ] = None,
     prompt: Annotated[
         str | None, option("--prompt", metavar="TEXT", help="The same, as a flag.", panel=PROMPT)
@@ -56,13 +57,16 @@ def generate(
     rendering = {"raw": raw, "system": template.system, "think": template.think != "off"}
     with engine.load(template) as loaded:
         _answer(
-            loaded, text, {**rendering, "template_arguments": arguments, **changes}, template.think, json, verbose
+            loaded,
+            text,
+            {**rendering, "template_arguments": arguments, **changes},
+            template.think,
+            json,
+            verbose,
         )
 
 
-def _answer(
-    loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool
-) -> None:
+def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool) -> None:
     """Stream one answer, then what it took."""
     from spile.generate import join
     from spile.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
@@ -97,14 +101,16 @@ def _answer(
     except KeyboardInterrupt:
         progress.close()
         writer.close()
+        stdout.end_line()
         raise
     finally:
         progress.close()
+        writer.close()
     completion = join(chunks)
     if json:
         stdout.write(json_line(_as_dict(completion, loaded)))
     else:
-        writer.close()
+        stdout.write("\n")
     if completion.finish_reason == "length" and completion.reasoning and not completion.text:
         note(unanswered_note(completion.stats, loaded.context))
     for line in summary_lines(completion.stats):

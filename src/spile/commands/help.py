@@ -14,6 +14,11 @@ WIDTH = 80
 MOST_ROWS = 40
 _FLAG_WIDTH = 28
 _OTHERS = "Other flags"  # the panel of those that name none
+_ARGUMENTS = "Arguments"
+_SHORTER = {  # than typer's own words
+    "install_completion": "Install completion of commands for this shell.",
+    "show_completion": "Show what that would install.",
+}
 _EPILOG = "Every flag has a variable: SPILE_MAX_TOKENS for --max-tokens."
 
 
@@ -40,14 +45,12 @@ def command_help(command: Any, context: Any) -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     panels: dict[str, list[str]] = {}
     for parameter in command.get_params(context):
-        if parameter.param_type_name == "argument":
-            panel = "Arguments"
-        else:
-            panel = getattr(parameter, "rich_help_panel", None) or _OTHERS
+        is_argument = parameter.param_type_name == "argument"
+        panel = getattr(parameter, "rich_help_panel", None) or (_ARGUMENTS if is_argument else _OTHERS)
         panels.setdefault(panel, []).append(_line(parameter))
     if _OTHERS in panels:
         panels[_OTHERS] = panels.pop(_OTHERS)  # last
-    lines = [f"Usage: {usage}", "", *(command.help or "").splitlines(), ""]
+    lines = [f"Usage: {usage}", *(command.help or "").splitlines(), ""]
     for panel, rows in panels.items():
         lines += [panel, *rows]
     return "\n".join([*lines, _EPILOG])
@@ -60,7 +63,7 @@ def _line(parameter: Any) -> str:
         flags = "/".join([", ".join(sorted(parameter.opts, key=len)), *parameter.secondary_opts])
         left = flags if parameter.is_flag else f"{flags} {parameter.metavar or 'VALUE'}"
     gap = " " * max(1, _FLAG_WIDTH - 2 - len(left))
-    return f"  {left}{gap}{parameter.help or ''}".rstrip()
+    return f"  {left}{gap}{_SHORTER.get(parameter.name, parameter.help or '')}".rstrip()
 
 
 def help_text(app: typer.Typer, name: str | None = None) -> str:

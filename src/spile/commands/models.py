@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from spile.commands.flags import (
-    MACHINE,
     Debug,
     Json,
     KvBits,
@@ -31,9 +30,7 @@ def verify(
     memories: Annotated[
         list[str] | None, option("--memory", metavar="SIZE", help="A budget to try; may be repeated.")
     ] = None,
-    threads: Annotated[
-        list[int] | None, option("--threads", help="Threads to try; may be repeated.")
-    ] = None,
+    threads: Annotated[list[int] | None, option("--threads", help="Threads to try; may be repeated.")] = None,
     chunks: Annotated[
         list[int] | None, option("--prefill-chunk", help="A prefill chunk to try; may be repeated.")
     ] = None,
