@@ -10,7 +10,7 @@ import pytest
 
 from spile.errors import OptionError, TextError
 from spile.sidecar import read_sidecar
-from spile.template import check_messages, render
+from spile.template import render
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = """{% for message in messages %}
@@ -94,20 +94,6 @@ def test_damaged_failing_and_escaping_templates_are_one_sentence(template: str) 
     assert USER == [{"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "messages is empty"),
-        (["Hi"], r"messages\[0\] is a str"),
-        ([*USER, {"content": "Hi"}], r"messages\[1\] has no role"),
-        ([{"role": 3}], r"messages\[0\] has no role"),
-    ],
-)
-def test_what_is_no_message_is_refused_by_place(messages: Any, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        check_messages(messages)
-
-
 def config_with(folder: Path, template: Any) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder
@@ -135,3 +121,15 @@ def test_no_template_is_none_and_nonsense_is_refused(tmp_path: Path) -> None:
     assert read_sidecar(tmp_path).chat_template is None
     with pytest.raises(TextError, match="neither text nor a list"):
         read_sidecar(config_with(tmp_path, 3))
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_arguments_that_come_from_the_messages_cannot_be_given(name: str) -> None:
+    with pytest.raises(OptionError, match=f"the template argument '{name}' comes from the messages"):
+        render("{{ messages }}", USER, arguments={name: []})
+
+
+def test_tools_and_further_arguments_reach_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}|{{ level }}"
+    assert render(template, USER, arguments={"tools": tools, "level": 3}) == json.dumps(tools[0]) + "|3"

@@ -20,6 +20,7 @@ from spile.terminal import (
 
 STATS = Stats(
     prompt_tokens=1234,
+    cached_tokens=0,
     completion_tokens=56,
     prompt_tokens_per_second=98.76,
     tokens_per_second=12.34,

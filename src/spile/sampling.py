@@ -56,7 +56,7 @@ class Sampler:
         return token_id
 
     def _changed(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the logits with biases and penalties: in a copy that is used again, unless there are none."""
+        """Return the logits with biases and penalties, in a copy that is used again; as they are without."""
         if not len(self._biased) and self._penalised is None:
             return logits
         if self._scratch is None:
