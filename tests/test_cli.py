@@ -285,7 +285,11 @@ def test_what_the_parser_refuses_is_exit_code_2(
     arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments) == 2
-    assert "Usage: spile" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("error: ")
+    assert re.fullmatch(r"hint: 'spile( \w+)? --help' says what there is\.", second)
 
 
 @pytest.mark.parametrize("name", ["missing", "~/missing", "./missing/", ""])

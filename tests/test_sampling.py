@@ -226,3 +226,148 @@ def test_useless_values_of_generation_config_are_told_and_left() -> None:
     sampling, notes = sampling_of({"temperature": "warm", "top_k": None, "min_p": 7, "top_p": 0.5})
     assert sampling == Sampling(top_p=0.5)
     assert [note.split(":")[0] for note in notes] == ["generation_config.json"] * 2
+
+
+def chosen(logits: NDArray[np.float32], count: int, **changes: Any) -> list[int]:
+    """Return what one sampler chooses of the same logits again and again."""
+    sampler = Sampler(Sampling(**{**OPEN, "temperature": 0, **changes}), len(logits))
+    return [sampler.sample(logits) for _ in range(count)]
+
+
+def test_penalties_are_about_what_was_chosen_before() -> None:
+    logits = np.array([4.0, 3.5, -1.0, 1.0], np.float32)
+    assert chosen(logits, 4) == [0] * 4
+    # presence: 1 off, once. 4.0 | 3.0, 3.5 | 3.0, 2.5 and so on
+    assert chosen(logits, 5, presence_penalty=1.0) == [0, 1, 0, 0, 0]
+    # frequency: 0.3 off each time. 4.0, 3.7, 3.4 | 3.5, 3.2 ...
+    assert chosen(logits, 6, frequency_penalty=0.3) == [0, 0, 1, 0, 1, 0]
+    # repetition: halved once: 4.0 | 2.0, 3.5 | 2.0, 1.75
+    assert chosen(logits, 4, repetition_penalty=2.0) == [0, 1, 0, 0]
+
+
+def test_penalties_follow_the_formula_on_negative_logits_too() -> None:
+    """(logit / r, or * r where negative) - n * frequency - presence, by hand, against a sampler that
+    remembers.
+    """
+    random_ = np.random.default_rng(4)
+    logits = (random_.normal(size=50) * 2).astype(np.float32)
+    options = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    sampler = Sampler(Sampling(**{**OPEN, "temperature": 0, **options}), 50)
+    counts: dict[int, int] = {}
+    for _ in range(200):
+        changed = logits.astype(np.float64)
+        for token_id, count in counts.items():
+            value = changed[token_id]
+            value = value / 1.3 if value > 0 else value * 1.3
+            changed[token_id] = value - 0.2 * count - 0.4
+        token_id = sampler.sample(logits)
+        best = np.sort(changed)[::-1]
+        if best[0] - best[1] > 1e-4:
+            assert token_id == int(changed.argmax())
+        counts[token_id] = counts.get(token_id, 0) + 1
+    assert len(counts) > 5
+
+
+def test_negative_penalties_and_small_repetition_encourage() -> None:
+    logits = np.array([1.0, 0.9], np.float32)
+    assert chosen(logits, 3, presence_penalty=-1.0) == [0, 0, 0]
+    assert chosen(-logits, 3, repetition_penalty=0.5, logit_bias={1: 0.0}) == [1, 1, 1]
+
+
+def test_penalties_of_many_tokens_remember_all() -> None:
+    logits = np.linspace(1, 0, 1000, dtype=np.float32)
+    assert chosen(logits, 300, presence_penalty=100) == list(range(300))
+
+
+def test_bias_is_added_before_everything() -> None:
+    assert_distribution(
+        frequencies(HALVES, logit_bias={0: math.log(8), 2: -100}),
+        {0: 8 / 15, 1: 4 / 15, 3: 1 / 15, 4: 2 / 15},
+    )
+    assert set(frequencies(HALVES, draws=50, logit_bias={3: 100})) == {3}
+    assert set(frequencies(HALVES, draws=50, top_k=1, logit_bias={3: 10})) == {3}
+
+
+def test_bias_of_minus_100_excludes_whatever_the_logit() -> None:
+    logits = np.array([1000.0, 0.0], np.float32)
+    assert chosen(logits, 3, logit_bias={"0": -100}) == [1, 1, 1]
+    with pytest.raises(OptionError, match="no token is left to choose from"):
+        chosen(logits, 1, logit_bias={0: -100, 1: -100})
+
+
+def test_ids_of_a_bias_past_the_last_entry_do_nothing() -> None:
+    sampler = Sampler(Sampling(**{**OPEN, "temperature": 0, "logit_bias": {3: 100}}), 3)
+    assert sampler.sample(np.array([0, 1, 0, 0], np.float32)) == 1
+
+
+def test_banned_tokens_are_never_chosen() -> None:
+    sampler = Sampler(Sampling(**OPEN), 5, banned=[2, 9])
+    assert {sampler.sample(HALVES) for _ in range(300)} == {0, 1, 3, 4}
+
+
+def test_logits_stay_as_they_are() -> None:
+    logits = HALVES.copy()
+    chosen(logits, 5, presence_penalty=1, logit_bias={1: 3})
+    assert logits.tolist() == HALVES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "logits_of"),
+    [
+        ({}, lambda x: x),
+        ({"temperature": 0.7}, lambda x: x / 0.7),
+        ({"top_k": 5}, lambda x: np.where(np.argsort(np.argsort(-x)) < 5, x, -np.inf)),
+        ({"min_p": 0.2}, lambda x: np.where(x >= x.max() + math.log(0.2), x, -np.inf)),
+        ({"logit_bias": {0: 2.0, 3: -1.0}}, lambda x: x + np.array([2, 0, 0, -1, *[0] * 8])),
+    ],
+)
+def test_distribution_is_that_of_the_definition_by_chi_square(
+    changes: dict[str, Any], logits_of: Any
+) -> None:
+    """Pearson's statistic on 12 tokens stays below the 1-in-1e5 quantile of chi-square."""
+    logits = np.random.default_rng(9).normal(size=12).astype(np.float32)
+    wanted = np.exp(logits_of(logits.astype(np.float64)))
+    wanted /= wanted.sum()
+    draws = 20_000
+    sampler = Sampler(Sampling(**{**OPEN, "seed": 2, **changes}), 12)
+    found = np.bincount([sampler.sample(logits) for _ in range(draws)], minlength=12)
+    assert not found[wanted == 0].any()
+    some = wanted > 0
+    statistic = float(((found[some] - draws * wanted[some]) ** 2 / (draws * wanted[some])).sum())
+    freedom = int(some.sum()) - 1
+    # Wilson and Hilferty's approximation of the quantile at z = 4.26.
+    limit = freedom * (1 - 2 / (9 * freedom) + 4.26 * math.sqrt(2 / (9 * freedom))) ** 3
+    print(f"{changes}: chi-square {statistic:.1f} of {freedom} degrees, limit {limit:.1f}")
+    assert statistic < limit
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("repetition_penalty", 0, "repetition_penalty is 0"),
+        ("presence_penalty", "x", "presence_penalty is 'x'"),
+        ("frequency_penalty", math.nan, "frequency_penalty is nan"),
+        ("logprobs", -1, "logprobs is -1"),
+        ("logprobs", 101, "logprobs is 101: it must be a whole number from 0 to 100"),
+        ("logprobs", True, "logprobs is True"),
+        ("ignore_eos", 1, "ignore_eos is 1"),
+        ("stop", "", "stop is ''"),
+        ("stop", ["a", ""], "none of them empty"),
+        ("stop", [3], "stop is"),
+        ("stop", 3, "stop is 3"),
+        ("logit_bias", {"a": 1}, "logit_bias is"),
+        ("logit_bias", {1: "a"}, "logit_bias of token 1 is 'a'"),
+        ("logit_bias", {1: 101}, "logit_bias of token 1 is 101"),
+        ("logit_bias", {-1: 1}, "a token id of logit_bias is -1"),
+        ("logit_bias", 3, "logit_bias is 3"),
+    ],
+)
+def test_further_values_out_of_range_are_refused_by_name(name: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Sampling(**{name: value})
+
+
+def test_what_can_be_given_in_several_forms_has_one() -> None:
+    assert Sampling(stop="a") == Sampling(stop=["a"]) == Sampling(stop=("a",))
+    assert Sampling(logit_bias={"2": 1, 1: 2}) == Sampling(logit_bias={1: 2.0, 2: 1.0})
+    assert hash(Sampling(stop=["a"], logit_bias={1: 2})) == hash(Sampling(stop="a", logit_bias={1: 2}))

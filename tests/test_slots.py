@@ -370,7 +370,7 @@ def test_lent_memory_goes_back_to_the_system() -> None:
         for first in range(0, 128, 16):
             list(pool.fetch(layer, range(first, first + 16), False))
     slots = pool.slots
-    ctypes.memset(slots._base, 1, 2000 * slots.slot_nbytes)
+    ctypes.memset(int(slots._starts[0]), 1, 2000 * slots.slot_nbytes)
     full = current_memory_bytes()
     slots.lend(1500 * slots.slot_nbytes)
     freed = full - current_memory_bytes()
@@ -388,6 +388,24 @@ def test_lending_after_an_abandoned_fetch_is_safe() -> None:
     pool.check_idle()
     fetched.close()  # type: ignore[attr-defined]
     pool.run(0, range(8))
+
+
+# -- resizing --
+
+
+def test_pool_that_grows_and_shrinks_keeps_what_fits_and_every_invariant() -> None:
+    pool = Pool(6)
+    rng = np.random.default_rng(3)
+    for num_slots in (6, 11, 3, 20, 1, 32, 8):
+        before = set(pool.slots._slot_to_key[: min(num_slots, pool.slots.num_slots)]) - {-1}
+        pool.slots.resize(num_slots)
+        pool.check_idle()
+        assert pool.slots.num_slots == num_slots
+        assert set(pool.slots._slot_to_key) - {-1} == before
+        for _ in range(6):
+            ids = sorted(rng.choice(8, 5, replace=False).tolist())
+            pool.run(int(rng.integers(4)), ids)
+        assert pool.slots.num_resident <= num_slots
 
 
 # -- policy --

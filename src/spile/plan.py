@@ -59,6 +59,8 @@ class Plan:
     is_mapped: bool  # everything in place in mapped files; then the fields of the pool say "all"
     is_direct: bool
     num_slots: int
+    least_slots: int
+    most_slots: int
     num_head_rows: int  # resident
     prefill_chunk: int  # tokens
     context: int  # tokens
@@ -104,7 +106,7 @@ def _mapped_plan(
         experts=expert_nbytes,
         margin=MARGIN_NBYTES,
     )
-    return Plan(True, False, 0, config.vocab_size, chunk, context, options.memory_bytes, parts)
+    return Plan(True, False, 0, 0, 0, config.vocab_size, chunk, context, options.memory_bytes, parts)
 
 
 def _pool_plan(
@@ -163,6 +165,8 @@ def _pool_plan(
         is_mapped=False,
         is_direct=is_direct,
         num_slots=num_slots,
+        least_slots=min(least_slots, num_slots),
+        most_slots=num_experts,
         num_head_rows=num_head_rows,
         prefill_chunk=chunk,
         context=context,

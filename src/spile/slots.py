@@ -53,17 +53,18 @@ class Slots:
         self.slot_nbytes = sum(parts)
         self._part_starts = np.array([0, parts[0], parts[0] + parts[1]])
         self._places = _Places.of(table)
-        self.num_slots = num_slots
-        self._pool = private_memory(num_slots * self.slot_nbytes)
-        self._base = np.frombuffer(self._pool, np.uint8).ctypes.data
+        self._segments: list[mmap.mmap] = []
+        self._starts = np.zeros(0, np.int64)  # address of each slot
         num_keys = table.num_layers * table.num_experts
         self._key_to_slot = np.full(num_keys, _FREE, np.int32)
-        self._slot_to_key = np.full(num_slots, _FREE, np.int64)
+        self._slot_to_key = np.zeros(0, np.int64)
         self._addresses = np.zeros((num_keys, 3), np.uint64)
-        self._in_use = np.zeros(num_slots, bool)
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._in_use = np.zeros(0, bool)
+        self._free: list[int] = []
+        self._limit = 0  # slots from this one on are not to be used
         self._fetch: object | None = None  # the one that has begun and has not ended well
         self.hits = self.misses = self.evictions = 0
+        self.resize(num_slots)
 
     @staticmethod
     def nbytes_per_slot(table: ExpertTable) -> int:
@@ -161,20 +162,49 @@ class Slots:
             misses.extend(later)
         return experts
 
+    @property
+    def num_slots(self) -> int:
+        return self._limit
+
+    def resize(self, num_slots: int) -> None:
+        """Grow or shrink the pool between tokens. Experts beyond the new size are given up and their memory
+        goes back to the system; what stays resident stays where it is.
+        """
+        assert num_slots >= 1, "a pool needs a slot"
+        if self._fetch is not None:
+            self._recover()
+        missing = num_slots - len(self._starts)
+        if missing > 0:
+            segment = private_memory(missing * self.slot_nbytes)
+            first = np.frombuffer(segment, np.uint8).ctypes.data
+            self._segments.append(segment)
+            self._starts = np.append(self._starts, first + np.arange(missing) * self.slot_nbytes)
+            self._slot_to_key = np.append(self._slot_to_key, np.full(missing, _FREE))
+            self._in_use = np.append(self._in_use, np.zeros(missing, bool))
+        self._give_back(num_slots)
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if self._slot_to_key[slot] == _FREE]
+        self._limit = num_slots
+
     def lend(self, nbytes: int) -> None:
         """Give up experts worth `nbytes` and hand their memory back to the system until later loads."""
         if self._fetch is not None:
             self._recover()
-        wanted = min(self.num_slots, -(-nbytes // self.slot_nbytes))
-        for slot in range(self.num_slots - wanted, self.num_slots):
+        self._give_back(self._limit - min(self._limit, -(-nbytes // self.slot_nbytes)))
+        self._free.sort(reverse=True)  # fill the slots that still have memory first
+
+    def _give_back(self, first: int) -> None:
+        """Give up what slots from `first` on hold, and their memory."""
+        for slot in range(first, len(self._starts)):
             if self._slot_to_key[slot] != _FREE:
                 assert not self._in_use[slot], "no layer is running"
                 self._evict_into_free(slot)
-        self._free.sort(reverse=True)  # fill the slots that still have memory first
-        page = mmap.PAGESIZE
-        start = -(-(self.num_slots - wanted) * self.slot_nbytes // page) * page
-        if start < len(self._pool):
-            self._pool.madvise(_GIVE_BACK, start, len(self._pool) - start)
+        page, slot = mmap.PAGESIZE, 0
+        for segment in self._segments:
+            start = max(0, first - slot) * self.slot_nbytes
+            start = -(-start // page) * page
+            if start < len(segment):
+                segment.madvise(_GIVE_BACK, start, len(segment) - start)
+            slot += len(segment) // self.slot_nbytes
 
     def _start_loads(self, layer: int, waiting: deque[int], loading: deque[_Load]) -> None:
         room = min(len(waiting), _MAX_IN_FLIGHT - len(loading))
@@ -185,7 +215,7 @@ class Slots:
             return
         experts = [waiting.popleft() for _ in slots]
         keys = layer * self._num_experts + np.array(experts)
-        addresses = self._base + np.array(slots)[:, None] * self.slot_nbytes + self._part_starts
+        addresses = self._starts[slots][:, None] + self._part_starts
         self._in_use[slots] = True
         shards, offsets, nbytes = self._places
         nbytes = np.broadcast_to(nbytes, addresses.shape)
@@ -207,13 +237,14 @@ class Slots:
         resident = np.flatnonzero(self._slot_to_key != _FREE)
         self._key_to_slot[:] = _FREE
         self._key_to_slot[self._slot_to_key[resident]] = resident
-        self._free = [int(slot) for slot in np.flatnonzero(self._slot_to_key == _FREE)[::-1]]
+        self._free = [int(s) for s in np.flatnonzero(self._slot_to_key[: self._limit] == _FREE)[::-1]]
         self._fetch = None
 
     def _admit(self, layer: int, load: _Load) -> None:
         key = layer * self._num_experts + load.expert
-        start = self._base + load.slot * self.slot_nbytes
-        self._addresses[key] = start + self._part_starts + self._places.offsets[key] % PAGE_NBYTES
+        self._addresses[key] = (
+            self._starts[load.slot] + self._part_starts + self._places.offsets[key] % PAGE_NBYTES
+        )
         self._slot_to_key[load.slot] = key  # from here on it is resident
         self._key_to_slot[key] = load.slot
 

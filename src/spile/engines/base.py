@@ -91,6 +91,13 @@ class Engine(Protocol):
         """Say what was read and found since the engine was opened."""
         ...
 
+    def resize(self, memory_bytes: int) -> None:
+        """Keep to another budget from the next token on. Exact; memory that is given up goes to the system.
+
+        Raises: BudgetError below what stays resident, OptionError where there is no pool.
+        """
+        ...
+
     def lend(self, nbytes: int) -> None:
         """Hand this many bytes of pool memory back to the system until they are needed again."""
         ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import EmbeddingRows, Weights
-from spile.errors import ContextError, OptionError
+from spile.errors import BudgetError, ContextError, OptionError
 from spile.experts import ExpertTable
 from spile.machine import physical_cores
 from spile.mapped import MappedExperts, Touch
@@ -174,6 +175,29 @@ class CpuEngine:
             stall += self._touch.stall_seconds
         pool = self._experts
         return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions)
+
+    def resize(self, memory_bytes: int) -> None:
+        plan = self._plan
+        if isinstance(self._experts, MappedExperts) or plan.budget_nbytes is None:
+            raise OptionError("everything is mapped: there is no pool to resize; load with a memory budget")
+        slot_nbytes = self._experts.slot_nbytes
+        wanted = plan.num_slots + (memory_bytes - plan.budget_nbytes) // slot_nbytes
+        if wanted < plan.least_slots:
+            floor = plan.budget_nbytes - (plan.num_slots - plan.least_slots) * slot_nbytes
+            raise BudgetError(
+                f"the pool cannot shrink to {format_size(memory_bytes)}: what else is resident leaves "
+                f"{format_size(floor)} as the least",
+                "Load the model again with the smaller budget: the head can then be streamed too.",
+            )
+        num_slots = min(wanted, plan.most_slots)
+        self._experts.resize(num_slots)
+        experts = num_slots * slot_nbytes
+        self._plan = replace(
+            plan,
+            num_slots=num_slots,
+            budget_nbytes=memory_bytes,
+            parts=replace(plan.parts, experts=experts),
+        )
 
     def lend(self, nbytes: int) -> None:
         self._experts.lend(nbytes)
