@@ -379,7 +379,9 @@ def test_engines_leave_no_thread_file_or_memory_behind(folder: Path) -> None:
         engine.prefill(engine.new_state(), PROMPT[:4])
         engine.close()
         del engine
-    assert held() == before
+    threads, files = held()
+    assert threads <= before[0]
+    assert files <= before[1]
 
 
 # -- a head that does not fit --

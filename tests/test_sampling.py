@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spile.errors import ModelError, OptionError
 from spile.options import Sampling, sampling_of
-from spile.sampling import Sampler, largest
+from spile.sampling import Sampler, _draw, largest
 
 OPEN: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 # probabilities 1/2, 1/4, 1/8, 1/16, 1/16, in no order of ids
@@ -371,3 +371,44 @@ def test_what_can_be_given_in_several_forms_has_one() -> None:
     assert Sampling(stop="a") == Sampling(stop=["a"]) == Sampling(stop=("a",))
     assert Sampling(logit_bias={"2": 1, 1: 2}) == Sampling(logit_bias={1: 2.0, 2: 1.0})
     assert hash(Sampling(stop=["a"], logit_bias={1: 2})) == hash(Sampling(stop="a", logit_bias={1: 2}))
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.3}, {"min_p": 0.02}])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_draw_of_many_is_that_of_the_definition(
+    spread: float, options: dict[str, Any], temperature: float
+) -> None:
+    """At given random numbers: sort everything in float64, cut, and walk the running sum in order of ids."""
+    logits = (np.random.default_rng(6).normal(size=5_000) * spread).astype(np.float32)
+    logits[17] = -np.inf
+    exact = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-logits, kind="stable")
+    kept = np.zeros(5_000, bool)
+    top_p, min_p = options.get("top_p", 1.0), options.get("min_p", 0.0)
+    sums = np.cumsum(exact[order]) / exact.sum()
+    kept[order[: np.searchsorted(sums, top_p) + 1] if top_p < 1 else order] = True
+    kept &= exact >= min_p
+    weights = np.where(kept, exact ** (1 / temperature), 0)
+    running = np.cumsum(weights) / weights.sum()
+    sampler = Sampler(Sampling(**{**OPEN, "temperature": temperature, **options}), 5_000)
+    if top_p < 1 and kept.sum() < 255:
+        pytest.skip("few are left: another way through the code, drawn in order of probability")
+    for part in np.random.default_rng(8).random(300):
+        sampler._random.random = lambda part=part: part  # type: ignore[method-assign]
+        found = sampler.sample(logits)
+        wanted = int(np.searchsorted(running, part, side="right"))
+        assert weights[found] > 0 or abs(found - wanted) <= 2
+        # float32 weights move the walk by a few parts in ten million.
+        low, high = np.searchsorted(running, [part - 2e-5, part + 2e-5], side="right")
+        assert low <= found <= high
+
+
+@pytest.mark.parametrize("part", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("count", [1, 3, 1024, 2048, 5_000])
+def test_draw_at_either_end_has_weight(part: float, count: int) -> None:
+    weights = np.zeros(count, np.float32)
+    weights[count // 2] = 0.1
+    weights[count // 3] = 0.3
+    assert weights[_draw(weights, part)] > 0
+    assert _draw(weights, part) == (count // 3 if part == 0 else count // 2)

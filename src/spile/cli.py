@@ -20,6 +20,7 @@ from spile.commands.chat import chat
 from spile.commands.flags import Door
 from spile.commands.generate import generate
 from spile.commands.help import HelpCommand, HelpGroup
+from spile.commands.memory import bench, plan
 from spile.commands.models import convert, synth, verify
 from spile.errors import OptionError, SpileError
 from spile.terminal import note
@@ -31,8 +32,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (generate, chat, verify, synth, convert):
+for _command in (generate, chat, plan, verify, synth, convert):
     app.command(cls=HelpCommand)(_command)
+app.add_typer(bench)
 
 
 def _show_version(value: bool) -> None:

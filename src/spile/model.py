@@ -100,12 +100,12 @@ class Model:
         """Whether the chat template is that of a model that reasons before it answers."""
         return can_reason(self._sidecar.chat_template or "")
 
-    def open(self) -> None:
-        """Open the engine now, if it is not open yet.
+    def open(self) -> Engine:
+        """Open the engine now, if it is not open yet, and return it.
 
         Raises: BudgetError when the budget cannot be kept, ModelError and ReadError for files that fail.
         """
-        self._opened()
+        return self._opened()
 
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""

@@ -20,6 +20,9 @@ from spile.errors import ModelError, OptionError
 from spile.options import Sampling
 
 _NUM_BLOCKS = 1024  # of the logits, to find the largest 40: 0.10 ms of 151,936 (np.argpartition: 0.99 ms)
+_BLOCK = 1024  # of weights, in a draw
+_BINNED_AT_ONCE = 8192  # at a time, so that what this takes stays in the cache
+_BIN_SHIFT = 20  # of a float's bits: eight bins for each power of two
 _FIRST_SORTED = 255  # tried first when top-k is off; all are sorted only where these do not hold top_p
 
 
@@ -42,6 +45,7 @@ class Sampler:
         self._biases = np.array(list(biases.values()), np.float32)
         self._penalised = _Penalised(sampling) if sampling.has_penalties else None
         self._scratch: NDArray[np.float32] | None = None  # [num_entries], made when logits must be changed
+        self._weighed: NDArray[np.float32] | None = None  # [2, num_entries], made when all are weighed
 
     def sample(self, logits: NDArray[np.float32]) -> int:
         """Choose an id from float32 logits [V], which stay as they are, and remember it for the penalties.
@@ -69,41 +73,54 @@ class Sampler:
         return self._scratch
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        if self.sampling.temperature == 0:
-            return int(np.argmax(logits))  # the first of equals
-        token_ids, gaps = self._filter(logits)
-        sums = np.cumsum(np.exp(gaps / gaps.dtype.type(self.sampling.temperature)), dtype=np.float64)
-        chosen = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
-        return int(token_ids[min(chosen, len(token_ids) - 1)])
-
-    def _filter(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.floating[Any]]]:
-        """Return the ids that are left, and how far their logits lie below the largest (0 or negative)."""
         sampling = self.sampling
+        if sampling.temperature == 0:
+            return int(np.argmax(logits))  # the first of equals
         if 0 < sampling.top_k < len(logits):
             token_ids, gaps = _most_probable(logits, sampling.top_k)
             weights = np.exp(gaps)
             count = _count_kept(weights, float(weights.sum()), sampling)
-            return token_ids[:count], gaps[:count]
-        all_gaps = logits - logits.max()
-        if sampling.top_p == 1 and sampling.min_p == 0:
-            return np.arange(len(logits)), all_gaps
-        all_weights = np.exp(all_gaps)
-        if sampling.top_p == 1:
-            token_ids = np.flatnonzero(all_weights >= sampling.min_p)
-            return token_ids, all_gaps[token_ids]
-        total = float(all_weights.sum(dtype=np.float64))
-        token_ids, gaps = _most_probable(logits, _FIRST_SORTED)
-        count = _count_kept(np.exp(gaps), total, sampling)
-        if count < len(gaps) or len(gaps) == len(logits):
-            return token_ids[:count], gaps[:count]
-        weights = np.sort(all_weights)[::-1]  # a flat distribution: sort the values, but not the ids
-        count = _count_kept(weights, total, sampling)
-        token_ids = np.flatnonzero(all_weights >= weights[count - 1])
-        num_extra = len(token_ids) - count  # equals of the last one; those with higher ids go
-        if num_extra > 0:
-            equals = np.flatnonzero(all_weights[token_ids] == weights[count - 1])
-            token_ids = np.delete(token_ids, equals[len(equals) - num_extra :])
-        return token_ids, all_gaps[token_ids]
+        elif sampling.top_p < 1:
+            all_gaps, weights = self._weigh(logits)
+            token_ids, gaps = _most_probable(logits, _FIRST_SORTED)
+            count = _count_kept(np.exp(gaps), float(weights.sum(dtype=np.float64)), sampling)
+            if count == len(gaps) < len(logits):
+                return self._choose_of_all(all_gaps, weights)
+        else:
+            return self._choose_of_all(*self._weigh(logits))
+        return int(token_ids[_draw(np.exp(gaps[:count] / sampling.temperature), self._random.random())])
+
+    def _choose_of_all(self, gaps: NDArray[np.float32], weights: NDArray[np.float32]) -> int:
+        """Choose without top-k, when more than a few ids are left: nothing is sorted that need not be.
+        The arrays are those of `_weigh`; the weights are changed.
+        """
+        sampling = self.sampling
+        kept: NDArray[np.bool_] | None = None
+        if sampling.top_p < 1:
+            bound, num_equal = _top_p_bound(gaps, weights, sampling.top_p)
+            kept = gaps >= bound
+            kept[np.flatnonzero(gaps == bound)[num_equal:]] = False  # those with higher ids
+        if sampling.min_p > 0:
+            probable = weights >= sampling.min_p
+            kept = probable if kept is None else kept & probable
+        if sampling.temperature != 1:
+            np.divide(gaps, np.float32(sampling.temperature), out=weights)
+            np.exp(weights, out=weights)
+        if kept is not None:
+            weights *= kept
+        return _draw(weights, self._random.random())
+
+    def _weigh(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return how far each logit lies below the largest (0 or negative), and e to that. In arrays that are
+        used again: fresh ones of this size cost more in page faults than in arithmetic (measured 6 ms against
+        1 ms on a busy machine).
+        """
+        if self._weighed is None:
+            self._weighed = np.empty((2, len(logits)), np.float32)
+        gaps, weights = self._weighed
+        np.subtract(logits, logits.max(), out=gaps)
+        np.exp(gaps, out=weights)
+        return gaps, weights
 
 
 class _Penalised:
@@ -173,6 +190,65 @@ def _count_kept(weights: NDArray[np.floating[Any]], total: float, sampling: Samp
     if sampling.min_p > 0:
         count = min(count, int(np.count_nonzero(weights >= sampling.min_p)))
     return max(count, 1)
+
+
+def _top_p_bound(
+    gaps: NDArray[np.float32], weights: NDArray[np.float32], top_p: float
+) -> tuple[np.float32, int]:
+    """Return the gap of the last id that top-p keeps, and how many ids of that very gap it keeps.
+
+    `gaps` are 0 or negative, and the bits of such floats, read as an integer, grow as they fall: so the upper
+    bits are a histogram's bins, and only the bin in which the sum passes top_p has to be sorted.
+    """
+    bits = gaps.view(np.uint32)
+    blocks = [slice(start, start + _BINNED_AT_ONCE) for start in range(0, len(gaps), _BINNED_AT_ONCE)]
+    counted = np.zeros(1 << (32 - _BIN_SHIFT))
+    for block in blocks:
+        bins = (bits[block] >> _BIN_SHIFT).astype(np.intp)
+        found = np.bincount(bins, weights=weights[block])
+        counted[: len(found)] += found
+    sums = np.cumsum(counted)
+    wanted = top_p * sums[-1]
+    last = int(np.searchsorted(sums, wanted, side="left"))
+    inside = np.concatenate([gaps[block][bits[block] >> _BIN_SHIFT == last] for block in blocks])
+    inside = np.sort(inside)[::-1]
+    before = sums[last - 1] if last else 0.0
+    within = before + np.cumsum(np.exp(inside), dtype=np.float64)
+    count = min(int(np.searchsorted(within, wanted, side="left")) + 1, len(inside))
+    bound = inside[count - 1]
+    return bound, count - int(np.count_nonzero(inside > bound))
+
+
+def _draw(weights: NDArray[np.floating[Any]], part: float) -> int:
+    """Return the index at which the running sum of the weights passes this part of their total. An index of
+    no weight is never returned.
+
+    In two steps, as a running sum of 151,936 takes 1.5 ms: over blocks, then inside of one.
+    """
+    start, target = 0, None
+    num_blocks = len(weights) // _BLOCK
+    if num_blocks > 1:
+        body, rest = weights[: num_blocks * _BLOCK], weights[num_blocks * _BLOCK :]
+        of_blocks = [
+            *body.reshape(num_blocks, _BLOCK).sum(axis=1, dtype=np.float64),
+            rest.sum(dtype=np.float64),
+        ]
+        sums = np.cumsum(of_blocks)
+        target = part * float(sums[-1])
+        block = min(
+            int(np.searchsorted(sums, target, side="right")),
+            int(np.searchsorted(sums, sums[-1], side="left")),
+        )
+        target -= float(sums[block - 1]) if block else 0.0
+        start = block * _BLOCK
+        weights = weights[start : start + _BLOCK]
+    sums = np.cumsum(weights, dtype=np.float64)
+    if target is None:
+        target = part * float(sums[-1])
+    index = int(np.searchsorted(sums, max(target, 0.0), side="right"))
+    if index == len(sums):  # rounding went past the end
+        index = int(np.flatnonzero(weights)[-1])
+    return start + index
 
 
 def _check_largest(value: float, what: str = "") -> None:

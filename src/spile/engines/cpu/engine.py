@@ -88,6 +88,7 @@ class CpuEngine:
         config = model.config
         self._config = config
         self.vocab_size = config.vocab_size
+        self.num_experts = config.num_experts
         self._isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
         if self._isa not in _core.isas():
             raise OptionError(
@@ -96,7 +97,7 @@ class CpuEngine:
         self._threads = options.threads or physical_cores()
         table = ExpertTable(model)
         plan = make_plan(model, table, options)
-        self._plan, self._kv_bits = plan, options.kv_bits
+        self.plan, self._kv_bits = plan, options.kv_bits
         self.context = plan.context
         self._closed = False
         self._touch: Touch | None = None
@@ -106,10 +107,10 @@ class CpuEngine:
         try:
             self._weights = Weights(model, is_mapped=plan.is_mapped)
             self._decoder = self._make_decoder(model, options.activation_bytes)
-            self._experts: MappedExperts | Slots
+            self.experts: MappedExperts | Slots
             if plan.is_mapped:
                 self._touch = Touch(self._weights.ranges)
-                self._experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
+                self.experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
                 codes, scales, biases = (
                     self._weights.tensor(f"{model.embedding_name}.{part}")
                     for part in ("weight", "scales", "biases")
@@ -120,7 +121,7 @@ class CpuEngine:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
                 self._store.read_cached = self._decoder.read_cached
                 self._policy = Policy(table.num_layers, table.num_experts)
-                self._experts = Slots(table, self._store, self._policy, plan.num_slots)
+                self.experts = Slots(table, self._store, self._policy, plan.num_slots)
                 self._head = Head(model, self._store, plan.num_head_rows, self._weights)
                 # Rows are far smaller than a page: they are read through the page cache in any case.
                 self._rows_store = Store(model.checkpoint.shards, direct=False)
@@ -135,7 +136,7 @@ class CpuEngine:
 
     @property
     def resident_expert_bytes(self) -> int:
-        return self._experts.num_resident * self._expert_nbytes
+        return self.experts.num_resident * self._expert_nbytes
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ class CpuEngine:
         return () if note is None else (note,)
 
     def new_state(self) -> CpuState:
-        config, plan = self._config, self._plan
+        config, plan = self._config, self.plan
         window = min(config.sliding_window, plan.context) if any(config.layer_is_sliding) else None
         max_chunk = min(plan.prefill_chunk, plan.context)
         return CpuState(self._decoder.new_cache(), window=window, max_chunk=max_chunk)
@@ -173,14 +174,14 @@ class CpuEngine:
                 stall += store.stall_seconds
         if self._touch is not None:
             stall += self._touch.stall_seconds
-        pool = self._experts
+        pool = self.experts
         return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions)
 
     def resize(self, memory_bytes: int) -> None:
-        plan = self._plan
-        if isinstance(self._experts, MappedExperts) or plan.budget_nbytes is None:
+        plan = self.plan
+        if isinstance(self.experts, MappedExperts) or plan.budget_nbytes is None:
             raise OptionError("everything is mapped: there is no pool to resize; load with a memory budget")
-        slot_nbytes = self._experts.slot_nbytes
+        slot_nbytes = self.experts.slot_nbytes
         wanted = plan.num_slots + (memory_bytes - plan.budget_nbytes) // slot_nbytes
         if wanted < plan.least_slots:
             floor = plan.budget_nbytes - (plan.num_slots - plan.least_slots) * slot_nbytes
@@ -190,9 +191,9 @@ class CpuEngine:
                 "Load the model again with the smaller budget: the head can then be streamed too.",
             )
         num_slots = min(wanted, plan.most_slots)
-        self._experts.resize(num_slots)
+        self.experts.resize(num_slots)
         experts = num_slots * slot_nbytes
-        self._plan = replace(
+        self.plan = replace(
             plan,
             num_slots=num_slots,
             budget_nbytes=memory_bytes,
@@ -200,10 +201,10 @@ class CpuEngine:
         )
 
     def lend(self, nbytes: int) -> None:
-        self._experts.lend(nbytes)
+        self.experts.lend(nbytes)
 
     def summary(self) -> str:
-        plan = self._plan
+        plan = self.plan
         if plan.is_mapped:
             experts = "all experts mapped in place"
         else:
@@ -242,7 +243,7 @@ class CpuEngine:
         assert not self._closed, "the engine was closed"
         assert isinstance(state, CpuState), "a state of this engine"
         assert state.cache is not None, "the state was closed"
-        total, num_logits, chunk = len(token_ids), len(out), self._plan.prefill_chunk
+        total, num_logits, chunk = len(token_ids), len(out), self.plan.prefill_chunk
         assert total > 0, "no tokens"
         if state.position + total > self.context:
             raise ContextError(
@@ -285,7 +286,7 @@ class CpuEngine:
                 decoder.dense(layer)
             else:
                 num = decoder.route(layer, ids, counts)
-                batches = self._experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
+                batches = self.experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
                     for some_ids, places in batches:
                         decoder.experts(layer, some_ids, places)
@@ -294,7 +295,7 @@ class CpuEngine:
                 on_progress(done + T * (layer + 1) // num_layers, total)
 
     def _make_decoder(self, model: MapleModel, activation_bytes: int) -> _core.Decoder:
-        config, plan = model.config, self._plan
+        config, plan = model.config, self.plan
         decoder = _core.Decoder(
             {
                 "hidden_size": config.hidden_size,

@@ -1,0 +1,117 @@
+"""Turns a model's own writing into a trace of its routing, and a trace into a table of hit rates.
+
+Benchmarks that need the whole package live in `tools/`; this file is what `spile bench` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile.errors import CheckpointError, OptionError, WriteError, quote
+from spile.replay import POLICIES, replay, sizes_to_try
+
+if TYPE_CHECKING:
+    from spile.slots import Batch
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Which experts were chosen: ids int32 [N, L, K], of E experts a layer."""
+
+    ids: NDArray[np.int32]
+    num_experts: int
+
+    def save(self, path: Path) -> None:
+        """Write an .npz of two arrays.
+
+        Raises: WriteError.
+        """
+        try:
+            with path.open("wb") as file:
+                np.savez_compressed(file, ids=self.ids, num_experts=self.num_experts)
+        except OSError as error:
+            raise WriteError(f"cannot write {path}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Recorded:
+        """Read what `save` wrote.
+
+        Raises: CheckpointError when it is no trace.
+        """
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                ids, num_experts = arrays["ids"], int(arrays["num_experts"])
+        except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, BadZipFile) as error:
+            raise CheckpointError(f"{path} is no trace: {quote(str(error))}") from error
+        if ids.ndim != 3 or ids.dtype != np.int32 or ids.size == 0:
+            raise CheckpointError(f"{path} is no trace: ids are {ids.dtype} {list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= num_experts:
+            raise CheckpointError(f"{path} is no trace: expert {ids.max()} of {num_experts}")
+        return cls(ids, num_experts)
+
+
+def record_trace(
+    source: str | None,
+    prompt: str,
+    num_tokens: int,
+    seed: int,
+    *,
+    offline: bool = False,
+    on_token: Callable[[int], None] | None = None,
+) -> Recorded:
+    """Let a model write `num_tokens` tokens and record its routing, prompt excluded. Everything resident.
+
+    Raises: as `spile.load` and `Model.stream`; OptionError for fewer than two tokens.
+    """
+    from spile.engines.cpu.engine import CpuEngine
+    from spile.model import load
+
+    if num_tokens < 2:
+        raise OptionError(f"tokens is {num_tokens}: a trace needs two at least")
+    with load(source, offline=offline) as model:
+        engine = model.open()
+        assert isinstance(engine, CpuEngine)
+        chosen: list[NDArray[np.int32]] = []
+        experts = engine.experts
+        fetch = experts.fetch
+
+        def recording(
+            layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
+        ) -> Generator[Batch, None, None]:
+            if not in_order:  # one token
+                chosen.append(ids.copy())
+            yield from fetch(layer, ids, counts, in_order=in_order)
+
+        experts.fetch = recording  # type: ignore[method-assign]
+        state = engine.new_state()
+        ids = model.encode(prompt, raw=True)
+        logits = engine.prefill(state, ids[: engine.context - num_tokens])
+        rng = np.random.default_rng(seed)
+        del chosen[:]
+        for done in range(min(num_tokens, engine.context - state.position)):
+            odds = np.exp((logits - logits.max()).astype(np.float64) / 0.8)
+            logits = engine.decode(state, int(rng.choice(len(odds), p=odds / odds.sum())))
+            if on_token is not None:
+                on_token(done + 1)
+        K = len(chosen[0])
+        rows = np.stack(chosen).reshape(done + 1, -1, K)
+        return Recorded(rows, engine.num_experts)
+
+
+def replay_rows(recorded: Recorded) -> list[dict[str, Any]]:
+    """Return hit rates of every policy for pools from a sliver to everything."""
+    _, L, _ = recorded.ids.shape
+    rows = []
+    for num_slots in sizes_to_try(recorded.ids, recorded.num_experts):
+        row: dict[str, Any] = {"num_slots": num_slots, "share": num_slots / (L * recorded.num_experts)}
+        for policy in POLICIES:
+            row[policy] = replay(recorded.ids, recorded.num_experts, num_slots, policy).hit_rate
+        rows.append(row)
+    return rows

@@ -1,0 +1,77 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spile.bench import Recorded, record_trace, replay_rows
+from spile.cli import run
+from spile.errors import CheckpointError, OptionError
+
+
+def test_trace_is_recorded_saved_read_and_replayed(golden: Path, tmp_path: Path) -> None:
+    done: list[int] = []
+    recorded = record_trace(str(golden / "mlx-2bit"), "once", 12, 0, on_token=done.append)
+    assert recorded.ids.shape == (12, 4, 2)
+    assert recorded.num_experts == 8
+    assert done == list(range(1, 13))
+    assert (np.diff(recorded.ids, axis=2) > 0).all()  # ascending, each once
+    recorded.save(tmp_path / "trace.npz")
+    again = Recorded.load(tmp_path / "trace.npz")
+    np.testing.assert_array_equal(again.ids, recorded.ids)
+    rows = replay_rows(again)
+    assert rows[-1]["num_slots"] == 32
+    assert all(0 <= row["spile"] <= 1 for row in rows)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a trace", b"PK\x03\x04" + bytes(40)])
+def test_file_that_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no trace"):
+        Recorded.load(tmp_path / "x.npz")
+
+
+def test_trace_of_experts_that_do_not_exist_is_refused(tmp_path: Path) -> None:
+    Recorded(np.full((2, 1, 1), 9, np.int32), 4).save(tmp_path / "x.npz")
+    with pytest.raises(CheckpointError, match="expert 9 of 4"):
+        Recorded.load(tmp_path / "x.npz")
+
+
+def test_a_single_token_is_no_trace(golden: Path) -> None:
+    with pytest.raises(OptionError, match="two at least"):
+        record_trace(str(golden / "mlx-2bit"), "once", 1, 0)
+
+
+def test_plan_says_where_each_byte_goes(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint()
+    assert run(["plan", str(folder), "--no-probe"]) == 0
+    shown = capsys.readouterr().out
+    assert "everything fits" in shown
+    assert run(["plan", str(folder), "--no-probe", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["total_nbytes"] == sum(plan["parts"].values())
+    assert plan["forecast"] is None
+
+
+def test_plan_of_a_budget_that_cannot_be_is_exit_code_1(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(tiny_checkpoint()), "--memory", "1MB", "--no-probe"]) == 1
+    captured = capsys.readouterr()
+    assert "and the budget is 1.0 MB" in captured.err
+    assert "hint: Give --memory" in captured.err
+
+
+def test_bench_commands_make_a_table(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.npz"
+    assert run(["bench", "trace", str(trace), "-m", str(golden / "mlx-2bit"), "--tokens", "8"]) == 0
+    assert "8 tokens, 4 layers, 2 of 8 experts each" in capsys.readouterr().out
+    assert run(["bench", "replay", str(trace)]) == 0
+    assert "optimal" in capsys.readouterr().out
+    assert run(["bench", "replay", str(trace), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][-1]["share"] == 1.0
