@@ -479,12 +479,12 @@ def test_wanted_latest_is_ranked_highest() -> None:
     keys = np.array([layer * 8 for layer in range(4)])
     for layer in range(4):
         order = np.argsort(-policy.rank(layer, keys))
-        assert order.tolist() == [(layer + back) % 4 for back in (3, 2, 1, 0)]
+        assert order.tolist() == [(layer + back) % 4 for back in (0, 3, 2, 1)]  # this layer comes a cycle later
 
 
 def test_choices_count_more_than_distance_and_fade() -> None:
     policy = Policy(num_layers=4, num_experts=8)
-    near, far = 0 * 8 + 1, 3 * 8 + 1
+    near, far = 1 * 8 + 1, 3 * 8 + 1
     for _ in range(30):
         policy.step(1)
         policy.choose(np.array([far]), np.array([1], np.int32))

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bpe.h"
 #include "decoder.h"
 #include "reader.h"
 
@@ -147,6 +148,41 @@ nb::ndarray<nb::numpy, float> affine4_linear(Array<const float, 2> x, Array<cons
   return own<float, 2>(std::move(y), {T, out});
 }
 
+// The ids of words, one after the other.
+nb::list encode_words(const Bpe& bpe, const nb::list& words) {
+  std::vector<uint32_t> ids;
+  for (const nb::handle word : words) {
+    Py_ssize_t n = 0;
+    const char* bytes = PyUnicode_AsUTF8AndSize(word.ptr(), &n);
+    if (!bytes) throw nb::python_error();
+    bpe.encode(reinterpret_cast<const uint8_t*>(bytes), static_cast<size_t>(n), &ids);
+  }
+  nb::list out;
+  for (const uint32_t id : ids) out.append(id);
+  return out;
+}
+
+nb::ndarray<nb::numpy, uint32_t> bpe_merge_slots(Array<const uint32_t, 2> merges) {  // [n, 3] -> [slots, 4]
+  if (merges.shape(1) != 3) throw nb::value_error("merges must be rows of left, right, merged");
+  const auto slots = hash_merges(merges.data(), merges.shape(0));
+  std::vector<uint32_t> flat;
+  flat.reserve(4 * slots.size());
+  for (const MergeSlot& s : slots) flat.insert(flat.end(), {s.left, s.right, s.rank, s.merged});
+  return own<uint32_t, 2>(std::move(flat), {slots.size(), 4});
+}
+
+nb::ndarray<nb::numpy, uint32_t> bpe_word_slots(Array<const uint32_t, 1> ids, Array<const uint32_t, 1> offsets,
+                                                Array<const uint8_t, 1> blob) {
+  for (size_t k = 0; k < ids.shape(0); ++k) {
+    const size_t id = ids.data()[k];
+    if (id + 1 >= offsets.shape(0) || offsets.data()[id] > offsets.data()[id + 1] || offsets.data()[id + 1] > blob.shape(0))
+      throw nb::value_error("an entry lies outside of the bytes");
+  }
+  auto slots = hash_words(ids.data(), ids.shape(0), offsets.data(), blob.data());
+  const size_t n = slots.size();
+  return own<uint32_t, 1>(std::move(slots), {n});
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -178,6 +214,21 @@ NB_MODULE(_core, m) {
       .def("set_faults", [](Reader& self, uint64_t max_bytes, uint64_t interrupt_every, uint64_t fail_at, int fail_with, uint64_t page) {
         self.set_faults({max_bytes, interrupt_every, fail_at, fail_with, page});
       }, "max_bytes"_a = 0, "interrupt_every"_a = 0, "fail_at"_a = 0, "fail_with"_a = 0, "page"_a = 0);
+
+  m.def("bpe_merge_slots", &bpe_merge_slots, "merges"_a);
+  m.def("bpe_word_slots", &bpe_word_slots, "ids"_a, "offsets"_a, "blob"_a);
+  nb::class_<Bpe>(m, "Bpe")
+      .def("__init__",
+           [](Bpe* self, Array<const uint8_t, 1> table) {
+             try {
+               new (self) Bpe(table.data(), table.shape(0));
+             } catch (const std::invalid_argument& damage) {
+               throw nb::value_error(damage.what());
+             }
+           },
+           "table"_a, nb::keep_alive<1, 2>())
+      .def_prop_ro("num_entries", &Bpe::num_entries)
+      .def("encode", &encode_words, "words"_a);
 
   nb::class_<KvCache>(m, "KvCache")
       .def_rw("position", &KvCache::position)

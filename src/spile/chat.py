@@ -20,7 +20,7 @@ from spile.errors import ContextError, OptionError, SpileError
 from spile.generate import Chunk, Stats, join
 from spile.lines import Lines, read_message
 from spile.options import Sampling
-from spile.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
+from spile.terminal import AnswerWriter, Progress, Stdout, fitting, note, summary_lines, unanswered_note
 
 if TYPE_CHECKING:
     from spile.model import Model
@@ -209,7 +209,7 @@ class Chat:
         stats = self._stats = completion.stats
         context = self._model.context
         if sys.stderr.isatty():
-            note(f"[{status}]", word="")
+            _say(fitting(f"[{status}]"))
         if completion.finish_reason == "length":
             if completion.reasoning and not completion.text:
                 note(unanswered_note(stats, context))
@@ -288,7 +288,7 @@ class Chat:
     def _set(self, text: str) -> None:
         if not text:
             for name, value in self._settings().items():
-                _say(f"{name:20} {value}")
+                _say(f"{name:20} {'-' if value in (None, ()) else value}")
             return
         name, _, value = text.replace("=", " ", 1).partition(" ")
         name, value = name.replace("_", "-"), value.strip()

@@ -38,5 +38,6 @@ class Policy:
     def rank(self, layer: int, keys: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimate when each resident expert is wanted next, in layers from `layer`: give up the largest."""
         p = np.minimum(PRIOR + (1.0 - DECAY) * self._counts[keys] / self._unit, 1.0)
-        distance = (keys // self._num_experts - layer) % self._num_layers
+        # from 1, the next layer, to all of them: what this layer has used is wanted a whole cycle later
+        distance = (keys // self._num_experts - layer - 1) % self._num_layers + 1
         return (1.0 / p - 1.0) * self._num_layers + distance

@@ -82,8 +82,11 @@ class Sampler:
             count = _count_kept(weights, float(weights.sum()), sampling)
         elif sampling.top_p < 1:
             all_gaps, weights = self._weigh(logits)
+            total = float(weights.sum(dtype=np.float64))
+            if total * sampling.top_p > _FIRST_SORTED:  # more than so many weights of at most 1 can hold
+                return self._choose_of_all(all_gaps, weights)
             token_ids, gaps = _most_probable(logits, _FIRST_SORTED)
-            count = _count_kept(np.exp(gaps), float(weights.sum(dtype=np.float64)), sampling)
+            count = _count_kept(np.exp(gaps), total, sampling)
             if count == len(gaps) < len(logits):
                 return self._choose_of_all(all_gaps, weights)
         else:
@@ -200,17 +203,17 @@ def _top_p_bound(
     `gaps` are 0 or negative, and the bits of such floats, read as an integer, grow as they fall: so the upper
     bits are a histogram's bins, and only the bin in which the sum passes top_p has to be sorted.
     """
-    bits = gaps.view(np.uint32)
-    blocks = [slice(start, start + _BINNED_AT_ONCE) for start in range(0, len(gaps), _BINNED_AT_ONCE)]
-    counted = np.zeros(1 << (32 - _BIN_SHIFT))
-    for block in blocks:
+    bits, counted, binned = gaps.view(np.uint32), np.zeros(1 << (32 - _BIN_SHIFT)), []
+    for start in range(0, len(gaps), _BINNED_AT_ONCE):
+        block = slice(start, start + _BINNED_AT_ONCE)
         bins = (bits[block] >> _BIN_SHIFT).astype(np.intp)
+        binned.append((block, bins))
         found = np.bincount(bins, weights=weights[block])
         counted[: len(found)] += found
     sums = np.cumsum(counted)
     wanted = top_p * sums[-1]
     last = int(np.searchsorted(sums, wanted, side="left"))
-    inside = np.concatenate([gaps[block][bits[block] >> _BIN_SHIFT == last] for block in blocks])
+    inside = np.concatenate([gaps[block][bins == last] for block, bins in binned])
     inside = np.sort(inside)[::-1]
     before = sums[last - 1] if last else 0.0
     within = before + np.cumsum(np.exp(inside), dtype=np.float64)

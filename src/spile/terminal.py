@@ -310,6 +310,11 @@ def note(text: str, *, word: str = "note: ") -> None:
         print(f"{word}{text}", file=sys.stderr, flush=True)
 
 
+def fitting(text: str) -> str:
+    """Return as much of a line as fits one row of the screen."""
+    return text[: _screen(sys.stderr)[0] - 1]
+
+
 def has_styles() -> bool:
     """Whether terminals may be sent styles: not dumb ones, and not where NO_COLOR is set (no-color.org)."""
     return os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")

@@ -223,7 +223,7 @@ def _attention(weights: dict, layer: int, shape: Shape, x: Tensor, dtype: torch.
     q, k = qk.to(dtype).split((H, KV), 2)
 
     # n blocks of W queries; with a window, each against its own block and the one before it.
-    W = shape.sliding_window if sliding and T > shape.sliding_window else T
+    W = shape.sliding_window if sliding and shape.sliding_window < T else T
     assert T % W == 0, f"{T} tokens are not whole windows of {W}"
     n = T // W
     q = q.reshape(B, n, W, KV, G, hd).permute(0, 3, 1, 4, 2, 5).reshape(B, KV, n, G * W, hd)

@@ -30,7 +30,6 @@ from spile.sizes import format_size
 from spile.slots import Slots
 from spile.store import Store
 
-
 _BLOCK_POSITIONS = 128  # kBlockPositions of src/core/kv_cache.h
 
 
