@@ -98,6 +98,9 @@ class FakeEngine:
     def counters(self) -> Counters:
         return self._counters
 
+    def resize(self, memory_bytes: int) -> None:
+        self.calls.append(("resize", memory_bytes))
+
     def lend(self, nbytes: int) -> None:
         self.calls.append(("lend", nbytes))
 

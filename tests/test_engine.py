@@ -471,3 +471,34 @@ def test_tensors_may_lie_at_any_address(
         monkeypatch.setenv("SPILE_ISA", isa)
         for way in WAYS:
             np.testing.assert_array_equal(run(tmp_path / "odd", **way), wanted)
+
+
+# -- resizing --
+
+
+def test_resized_engine_goes_on_with_the_same_bits(
+    folder: Path, undisturbed: list[NDArray[np.float32]]
+) -> None:
+    engine = opened(folder, slots=5)
+    state = engine.new_state()
+    slot_nbytes = engine.experts.slot_nbytes  # type: ignore[union-attr]
+    logits = engine.prefill(state, PROMPT)
+    np.testing.assert_array_equal(logits, undisturbed[0])
+    for before, after, step in zip(undisturbed, undisturbed[1:], (9, -7, 3, 20, -20, 1), strict=False):
+        budget, slots = engine.plan.budget_nbytes, engine.plan.num_slots
+        assert budget is not None
+        engine.resize(budget + step * slot_nbytes)
+        assert engine.plan.num_slots == min(slots + step, engine.plan.most_slots)
+        np.testing.assert_array_equal(engine.decode(state, int(before.argmax())), after)
+        assert engine.resident_expert_bytes <= engine.plan.num_slots * slot_nbytes
+    assert engine.plan.budget_nbytes is not None
+    with pytest.raises(BudgetError, match="as the least"):
+        engine.resize(engine.plan.budget_nbytes - 1000 * slot_nbytes)
+    engine.close()
+
+
+def test_mapped_engine_has_no_pool_to_resize(folder: Path) -> None:
+    engine = opened(folder)
+    with pytest.raises(OptionError, match="mapped"):
+        engine.resize(10**9)
+    engine.close()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from spile.cli import app
-from spile.commands.help import help_text
+from spile.commands.help import help_texts
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -21,35 +21,40 @@ BEGIN = """\
 
 Written by `tools/write_cli_docs.py` from the commands' own help; change it there.
 
-Answers go to standard output, everything else to standard error. Exit codes: 0 done, 1 failed (a missing or unfit model
-included), 2 wrong usage, 130 interrupted. An error is one line, `error: ...`, and where something can be done about it a second
-one, `hint: ...`; `--debug` shows the traceback. `NO_COLOR`, dumb terminals, pipes and ASCII-only terminals are respected.
+Answers go to standard output, everything else to standard error. Exit codes: 0 done, 1 failed (a missing or unfit
+model included), 2 wrong usage, 130 interrupted. An error is one line, `error: ...`, and where something can be done
+about it a second one, `hint: ...`; `--debug` shows the traceback. `NO_COLOR`, dumb terminals, pipes and ASCII-only
+terminals are respected.
 """
 
 NOTES = {
-    "generate": """\
-- **Ends.** Without `--max-tokens` an answer goes on until the model ends it or the context is full. `--stop` looks at the decoded
-  text, across tokens, and cuts the answer before it; in a reasoning model it looks at the answer, not at the reasoning. The
-  tokens of a stop text count, as they were computed. With `--ignore-eos` end tokens are never chosen, so that a benchmark goes
-  on with text, where a model that is made to run past its end token mostly repeats that token.
-- **Order.** Bias, then penalties, top-k, top-p, min-p, then temperature (llama.cpp's order). Penalties look at the answer so far,
-  not at the prompt. A bias of -100 excludes a token.
+    "spile generate": """\
+- **Ends.** Without `--max-tokens` an answer goes on until the model ends it or the context is full. `--stop` looks
+  at the decoded text, across tokens, and cuts the answer before it; in a reasoning model it looks at the answer,
+  not at the reasoning. The tokens of a stop text count, as they were computed. With `--ignore-eos` end tokens are
+  never chosen, so that a benchmark goes on with text, where a model that is made to run past its end token mostly
+  repeats that token.
+- **Order.** Bias, then penalties, top-k, top-p, min-p, then temperature (llama.cpp's order). Penalties look at the
+  answer so far, not at the prompt. A bias of -100 excludes a token.
 - **Log-probabilities** are the model's own: before bias, penalties, filters and temperature.
-- **Reasoning.** Where the chat template has `<think>` markers, what stands between them is shown dimmed on a terminal; in a pipe
-  it goes to standard error, so that standard output has the answer alone; with `--json` it is the field `reasoning`.
-  `--think hide` leaves it out, `--think off` asks the template for none (`enable_thinking` false).
+- **Reasoning.** Where the chat template has `<think>` markers, what stands between them is shown dimmed on a
+  terminal; in a pipe it goes to standard error, so that standard output has the answer alone; with `--json` it is
+  the field `reasoning`. `--think hide` leaves it out, `--think off` asks the template for none (`enable_thinking`
+  false).
 - **Variables that hold several values** (`SPILE_STOP`, `SPILE_LOGIT_BIAS`) are split at white space.
 """,
-    "chat": """\
-- **Lines.** A line that ends in a backslash goes on; three double quotes begin and end a block; what is pasted is one message,
-  and Alt-Enter makes a new line, where Python has GNU readline. In a pipe every line is a message, and the first error ends it.
+    "spile chat": """\
+- **Lines.** A line that ends in a backslash goes on; three double quotes begin and end a block; what is pasted is
+  one message, and Alt-Enter makes a new line, where Python has GNU readline. In a pipe every line is a message, and
+  the first error ends it.
 - **Keys.** Ctrl-C stops an answer, and what there is of it stays in the conversation; Ctrl-D leaves.
-- **Turns.** A turn reads only what is new: the model's state goes on from the longest beginning that the next prompt shares with
-  what it holds, if it can be cut back there exactly; else the conversation is read again. Reasoning is not sent back.
-- **Context.** At its end the answer stops and chat says so. With `--overflow drop-oldest` the oldest turns are dropped instead,
-  until half of the context is free; it says how many.
-- **History.** Messages are remembered for the arrow keys in `$XDG_STATE_HOME/spile/chat_history` (`~/.local/state` where that is
-  not set), readable by its owner alone; `--history FILE` names another file, `--history none` none.
+- **Turns.** A turn reads only what is new: the model's state goes on from the longest beginning that the next
+  prompt shares with what it holds, if it can be cut back there exactly; else the conversation is read again.
+  Reasoning is not sent back.
+- **Context.** At its end the answer stops and chat says so. With `--overflow drop-oldest` the oldest turns are
+  dropped instead, until half of the context is free; it says how many.
+- **History.** Messages are remembered for the arrow keys in `$XDG_STATE_HOME/spile/chat_history` (`~/.local/state`
+  where that is not set), readable by its owner alone; `--history FILE` names another file, `--history none` none.
 
 Commands inside of a chat:
 
@@ -62,15 +67,14 @@ Commands inside of a chat:
 
 def page() -> str:
     """Return what docs/cli.md should hold."""
-    from typer.main import get_command
-
     from spile.chat import HELP
 
-    parts = [BEGIN, f"```\n{help_text(app)}\n```\n"]
-    for name in get_command(app).commands:  # type: ignore[attr-defined]
-        parts.append(f"## spile {name}\n\n```\n{help_text(app, name)}\n```\n")
-        if name in NOTES:
-            parts.append(NOTES[name].replace("{commands}", HELP))
+    parts = [BEGIN]
+    for path, text in help_texts(app):
+        heading = "" if path == "spile" else f"## {path}\n\n"
+        parts.append(f"{heading}```\n{text}\n```\n")
+        if path in NOTES:
+            parts.append(NOTES[path].replace("{commands}", HELP))
     parts.append(
         "## Shell completion\n\n`spile --install-completion` sets it up for bash, zsh, fish and PowerShell;\n"
         "`spile --show-completion` shows what that would install.\n"
@@ -82,7 +86,9 @@ def main() -> int:
     text = page()
     if "--check" in sys.argv[1:]:
         if PAGE.read_text(encoding="utf-8") != text:
-            print(f"{PAGE} differs from the commands' help: run python tools/write_cli_docs.py", file=sys.stderr)
+            print(
+                f"{PAGE} differs from the commands' help: run python tools/write_cli_docs.py", file=sys.stderr
+            )
             return 1
         return 0
     PAGE.write_text(text, encoding="utf-8")

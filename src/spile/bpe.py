@@ -35,7 +35,6 @@ DIGEST_AT = HEADER.size - 32
 NONE = 0xFFFFFFFF  # no id
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _READ_NBYTES = 1 << 18
-_BATCH_CHARACTERS = 1 << 16  # words are short lists of small strings: 60 bytes each
 _LARGEST_NBYTES = 1 << 30
 
 
@@ -130,7 +129,8 @@ class Table:
                 if isinstance(part, int):
                     token_ids.append(part)
                 else:
-                    token_ids += self._bpe.encode(self._words(part))
+                    for words in self._batches(part):
+                        token_ids += self._bpe.encode(words)
         return token_ids
 
     def entry(self, token_id: int) -> bytes:
@@ -164,14 +164,27 @@ class Table:
 
         return unicodedata.normalize("NFC", text)
 
-    def _words(self, text: str) -> list[str]:
-        words = [text]
+    def _batches(self, text: str) -> Iterator[list[str]]:
+        """Cut text into words, some thousands at a time."""
+        batches: Iterable[list[str]] = [[text]]
         for step, pattern in zip(self.meta.steps, self._patterns, strict=True):
             if step.adds_space:
-                words = [word if word.startswith(" ") else f" {word}" for word in words]
+                batches = map(_with_spaces, batches)
             if pattern is not None:
-                words = [part for word in words for part in pattern.words(word)]
-        return words
+                batches = _cut(batches, pattern)
+        yield from batches
+
+
+def _with_spaces(words: list[str]) -> list[str]:
+    return [word if word.startswith(" ") else f" {word}" for word in words]
+
+
+def _cut(batches: Iterable[list[str]], pattern: Pattern) -> Iterator[list[str]]:
+    for batch in batches:
+        for word in batch if len(batch) == 1 else ():
+            yield from pattern.batches(word)
+        if len(batch) > 1:
+            yield [part for word in batch for part in pattern.words(word)]
 
 
 class _Finder:
@@ -181,7 +194,6 @@ class _Finder:
         self._tokens = {normalize(token.content): token for token in added}
         longest_first = sorted(self._tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        self._spaces_before = re.compile(f"{one_of(meta.spaces)}*\\Z")
         self._spaces = re.compile(f"{one_of(meta.spaces)}*")
         self._word_character = re.compile(one_of(meta.word_characters))
 
@@ -336,6 +348,8 @@ def _parse_meta(text: bytes, num_entries: int) -> Meta:
     token_ids = [*(token.token_id for token in meta.added), *meta.prefix_ids]
     if not all(type(token_id) is int and 0 <= token_id < num_entries for token_id in token_ids):
         raise TableError("an added token is none of its entries")
+    if not all(step.pattern is None or isinstance(step.pattern, str) for step in meta.steps):
+        raise TableError("a pattern is not text")
     if not all(isinstance(token.content, str) and token.content for token in meta.added):
         raise TableError("an added token without text")
     if not all(map(are_ranges, [*meta.sets.values(), meta.differing, meta.spaces, meta.word_characters])):

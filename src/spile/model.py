@@ -107,6 +107,15 @@ class Model:
         """
         return self._opened()
 
+    def resize(self, memory: int | str) -> None:
+        """Keep to another memory budget (bytes, or a size such as "1GB") from the next token on.
+
+        Exact: only the pool of experts grows or shrinks. Answers that are being given go on.
+
+        Raises: OptionError for no size, or a model whose files are mapped whole; BudgetError below the floor.
+        """
+        self._opened().resize(parse_size(memory, name="memory") if isinstance(memory, str) else memory)
+
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""
         return None if self._engine is None else self._engine.counters()

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 Ranges = Sequence[int]  # first, last, first, last, ... of code points, ascending
 Ask = Callable[[str], Ranges]  # an expression for one character -> what it matches
 
 _LAST = 0x10FFFF
-_LIMITS = (0x7F, 0xFFFF, _LAST)  # large sets cost time; most text needs small ones
+_PAST_PLANE = re.compile("[\U00010000-\U0010ffff]")  # sets cost time, past the first plane most
+_BATCH = 1 << 14
 _NOTHING = f"[^\\x00-\\U{_LAST:08x}]"
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^{}]*\}|[sSdDwW])")
 _CONTROLS = {"r": "\r", "n": "\n", "t": "\t"}
@@ -45,25 +46,35 @@ class Pattern:
         words: list[str] = pattern.findall(text)
         if sum(map(len, words)) == len(text):
             return words
-        return list(self._with_gaps(pattern, text))
+        return list(_with_gaps(pattern, text))
 
-    @staticmethod
-    def _with_gaps(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-        end = 0
-        for match in pattern.finditer(text):
-            if match.start() > end:
-                yield text[end : match.start()]
-            yield match.group()
-            end = match.end()
-        if end < len(text):
-            yield text[end:]
+    def batches(self, text: str) -> Iterator[list[str]]:
+        """Cut a text into pieces, of a long one only some thousands at a time: each takes 60 bytes."""
+        if len(text) <= _BATCH:
+            yield self.words(text)
+            return
+        pieces = _with_gaps(self._for(text), text)
+        while batch := list(islice(pieces, _BATCH)):
+            yield batch
 
     def _for(self, text: str) -> re.Pattern[str]:
-        limit = _LIMITS[0] if text.isascii() else _LIMITS[1] if max(text) <= "\uffff" else _LAST
+        limit = 0x7F if text.isascii() else _LAST if _PAST_PLANE.search(text) else 0xFFFF
         if limit not in self._compiled:
             parts = (part if isinstance(part, str) else one_of(part, limit) for part in self._parts)
             self._compiled[limit] = re.compile("".join(parts))
         return self._compiled[limit]
+
+
+def _with_gaps(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    end = 0
+    for match in pattern.finditer(text):
+        start, stop = match.span()
+        if start > end:
+            yield text[end:start]
+        yield text[start:stop]
+        end = stop
+    if end < len(text):
+        yield text[end:]
 
 
 def one_of(ranges: Ranges, limit: int = _LAST) -> str:

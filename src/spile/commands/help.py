@@ -5,6 +5,8 @@ It does not know the commands. Rich, which typer would use, needs twice the rows
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -12,13 +14,15 @@ from typer.core import TyperCommand, TyperGroup
 
 WIDTH = 80
 MOST_ROWS = 40
-_FLAG_WIDTH = 28
-_OTHERS = "Other flags"  # the panel of those that name none
+_WIDEST_FLAG = 34  # of a column of flags; a longer one pushes its help to the right
 _ARGUMENTS = "Arguments"
+_OTHERS = "Other flags"  # the panel of those that name none
 _SHORTER = {  # than typer's own words
     "install_completion": "Install completion of commands for this shell.",
     "show_completion": "Show what that would install.",
+    "help": "Show this and exit.",
 }
+_TYPES = {"integer": "N", "float": "X", "path": "FILE", "text": "TEXT"}
 _EPILOG = "Every flag has a variable: SPILE_MAX_TOKENS for --max-tokens."
 
 
@@ -30,49 +34,73 @@ class HelpCommand(TyperCommand):
 
 
 class HelpGroup(TyperGroup):
-    """The root, whose help lists its commands."""
+    """A command that has commands: its help lists them."""
 
     def get_help(self, ctx: Any) -> str:
-        lines = [f"Usage: {ctx.command_path} COMMAND ...", "", self.help or "", "", "Commands"]
-        for name, command in self.commands.items():
-            lines.append(f"  {name:{_FLAG_WIDTH - 3}} {(command.help or '').splitlines()[0]}")
-        lines += ["Flags", *(_line(parameter) for parameter in self.get_params(ctx))]
-        return "\n".join([*lines, "", f"'{ctx.command_path} COMMAND --help' says more."])
+        commands = [(name, (one.help or "").split("\n")[0]) for name, one in self.commands.items()]
+        flags = [_row(parameter) for parameter in self.get_params(ctx)]
+        width = _column([*commands, *flags])
+        lines = [f"Usage: {ctx.command_path} COMMAND ...", *_sentences(self), "", "Commands"]
+        lines += [*_table(commands, width), "Flags", *_table(flags, width)]
+        return "\n".join([*lines, f"'{ctx.command_path} COMMAND --help' says more."])
 
 
 def command_help(command: Any, context: Any) -> str:
     """Return the help of one command: its usage, a sentence, then its flags by panel."""
-    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    panels: dict[str, list[str]] = {}
+    panels: dict[str, list[tuple[str, str]]] = {}
+    pieces = [context.command_path, "[FLAGS]"]
     for parameter in command.get_params(context):
         is_argument = parameter.param_type_name == "argument"
+        if is_argument:
+            name = _row(parameter)[0]
+            pieces.append(name if parameter.required else f"[{name}]")
         panel = getattr(parameter, "rich_help_panel", None) or (_ARGUMENTS if is_argument else _OTHERS)
-        panels.setdefault(panel, []).append(_line(parameter))
+        panels.setdefault(panel, []).append(_row(parameter))
     if _OTHERS in panels:
         panels[_OTHERS] = panels.pop(_OTHERS)  # last
-    lines = [f"Usage: {usage}", *(command.help or "").splitlines(), ""]
+    width = _column([row for rows in panels.values() for row in rows])
+    lines = [f"Usage: {' '.join(pieces)}", *_sentences(command), ""]
     for panel, rows in panels.items():
-        lines += [panel, *rows]
+        lines += [panel, *_table(rows, width)]
     return "\n".join([*lines, _EPILOG])
 
 
-def _line(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        left = parameter.metavar or parameter.name.upper()
-    else:
-        flags = "/".join([", ".join(sorted(parameter.opts, key=len)), *parameter.secondary_opts])
-        left = flags if parameter.is_flag else f"{flags} {parameter.metavar or 'VALUE'}"
-    gap = " " * max(1, _FLAG_WIDTH - 2 - len(left))
-    return f"  {left}{gap}{_SHORTER.get(parameter.name, parameter.help or '')}".rstrip()
-
-
-def help_text(app: typer.Typer, name: str | None = None) -> str:
-    """Return the help of one command, or of the root."""
+def help_texts(app: typer.Typer) -> Iterator[tuple[str, str]]:
+    """Yield every command's path, groups and the root included, and its help."""
     group = typer.main.get_command(app)
-    root = group.make_context("spile", [], resilient_parsing=True)
-    if name is None:
-        return group.get_help(root)
-    command = group.commands[name]  # type: ignore[attr-defined]
-    context = command.make_context(name, [], parent=root, resilient_parsing=True)
-    text: str = command.get_help(context)
-    return text
+    yield from _help_texts(group, group.make_context("spile", [], resilient_parsing=True))
+
+
+def _help_texts(command: Any, context: Any) -> Iterator[tuple[str, str]]:
+    yield context.command_path, command.get_help(context)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _help_texts(inner, inner.make_context(name, [], parent=context, resilient_parsing=True))
+
+
+def _sentences(command: Any) -> list[str]:
+    return textwrap.wrap(" ".join((command.help or "").split()), WIDTH)
+
+
+def _row(parameter: Any) -> tuple[str, str]:
+    """Return what is typed, and what it does."""
+    if parameter.param_type_name == "argument":
+        return parameter.metavar or parameter.name.upper(), parameter.help or ""
+    left = "/".join([", ".join(sorted(parameter.opts, key=len)), *parameter.secondary_opts])
+    if not parameter.is_flag:
+        left += " " + (parameter.metavar or _TYPES.get(parameter.type.name, "VALUE"))
+    return left, _SHORTER.get(parameter.name) or parameter.help or ""
+
+
+def _column(rows: list[tuple[str, str]]) -> int:
+    return min(max(len(left) for left, _ in rows), _WIDEST_FLAG)
+
+
+def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
+    indent = " " * (width + 4)
+    lines: list[str] = []
+    for left, right in rows:
+        begin = f"  {left:{width}}  "
+        lines += textwrap.wrap(
+            right, WIDTH, initial_indent=begin, subsequent_indent=indent, drop_whitespace=True
+        ) or [begin.rstrip()]
+    return lines
