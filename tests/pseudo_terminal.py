@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -17,7 +18,9 @@ from pathlib import Path
 
 
 class Keys:
-    """Starts a command; `shown` is everything it wrote so far, escape codes included."""
+    """Starts a command; `shown` is everything it wrote so far, escape codes included; `text` is that without
+    the bottom line.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class Keys:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.shown = ""
-        self._seen = 0  # of it, by `wait`
+        self._seen = 0  # of the text, by `wait`
         self._temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self._temporary.name)
         self._ours, theirs = pty.openpty()
@@ -56,14 +59,26 @@ class Keys:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1bD\x1b\[A|\x1b7.*?(\x1b8|\Z)", "", self.shown, flags=re.DOTALL)
+
     def wait(self, text: str, *, seconds: float = 15) -> None:
         """Read until this text was shown, after what was waited for last."""
         deadline = time.monotonic() + seconds
-        while (at := self.shown.find(text, self._seen)) < 0:
+        while (at := self.text.find(text, self._seen)) < 0:
             left = deadline - time.monotonic()
             goes_on = left > 0 and self._read(left)
-            assert goes_on, f"never showed {text!r}; since then: {self.shown[self._seen :]!r}"
+            assert goes_on, f"never showed {text!r}; since then: {self.text[self._seen :]!r}"
         self._seen = at + len(text)
+
+    def wait_code(self, code: str, *, seconds: float = 15) -> None:
+        """Read until this was sent, which may be an escape code or part of the bottom line."""
+        deadline = time.monotonic() + seconds
+        while code not in self.shown:
+            left = deadline - time.monotonic()
+            goes_on = left > 0 and self._read(left)
+            assert goes_on, f"never sent {code!r}; all of it: {self.shown!r}"
 
     def end(self, *, seconds: float = 15) -> int:
         """Wait for the end and return the exit code."""

@@ -408,6 +408,17 @@ def test_ctrl_c_in_a_pipe_ends_the_program(case: Callable[..., Case]) -> None:
         it.run("Hi", is_interactive=False)
 
 
+def has_gnu_readline() -> bool:
+    try:
+        import readline
+    except ImportError:
+        return False
+    return "libedit" not in (readline.__doc__ or "")
+
+
+needs_gnu_readline = pytest.mark.skipif(not has_gnu_readline(), reason="needs GNU readline")
+
+
 # The command itself, over a scripted engine in a process of its own.
 SCRIPTED = """
 import sys, time
@@ -463,6 +474,7 @@ def keys() -> Iterator[Callable[..., Keys]]:
         one.close()
 
 
+@needs_gnu_readline
 def test_keys_make_a_conversation(command: Callable[..., list[str]], keys: Callable[..., Keys]) -> None:
     it = keys(command("Hello there"))
     it.wait("> ")
@@ -507,7 +519,9 @@ def test_ctrl_c_stops_the_answer_clears_the_line_and_ctrl_d_leaves(
     it.press("\x03")
     it.wait("(stopped)")
     it.wait("> ")
-    it.press("not sent\x03")
+    it.press("not sent")
+    it.wait("not sent")  # Python's readline misses a Ctrl-C in the microseconds after its prompt
+    it.press("\x03")
     it.wait("(Ctrl-D or /exit leaves)")
     it.wait("> ")
     it.press("/stats\r")
@@ -524,13 +538,13 @@ def test_bottom_line_follows_the_terminal_and_goes_away(
     it = keys(command("A" * 60, delay=0.03), rows=20, columns=70)
     it.wait("> ")
     it.press("Hi\r")
-    it.wait("\x1b[1;19r")
-    it.wait("\x1b[20;1H\x1b[K")
-    it.wait("tok/s, memory ")
-    it.wait("75.0 % hits, context ")
+    it.wait_code("\x1b[1;19r")
+    it.wait_code("\x1b[20;1H\x1b[K")
+    it.wait_code("tok/s, memory ")
+    it.wait_code("75.0 % hits, context ")
     it.resize(rows=12, columns=40)
-    it.wait("\x1b[1;11r")
-    it.wait("\x1b[r")
+    it.wait_code("\x1b[1;11r")
+    it.wait_code("\x1b[r")
     it.wait("> ")
     it.press("/exit\r")
     assert it.end() == 0
@@ -551,14 +565,15 @@ def test_thinking_is_dimmed_where_the_terminal_can(
     it.press("\x04")
     assert it.end() == 0
     if dims:
-        assert re.search(r"\x1b\[2mH.*\x1b\[0m\r\n\r\nY", it.shown, re.DOTALL)
+        assert "\x1b[2mHm.\x1b[0m\r\n\r\nYes." in it.text
     else:
-        assert "[thinking]\r\nHm.\r\n[answer]\r\nYes." in re.sub(r"\x1b7.*?\x1b8|\x1bD\x1b\[A", "", it.shown)
+        assert "[thinking]\r\nHm.\r\n[answer]\r\nYes." in it.text
         assert "\x1b[2m" not in it.shown
     if environment.get("TERM") == "dumb":
         assert "\x1b" not in it.shown
 
 
+@needs_gnu_readline
 def test_pasted_lines_are_one_message(command: Callable[..., list[str]], keys: Callable[..., Keys]) -> None:
     it = keys(command("Hello"))
     it.wait("> ")
@@ -579,7 +594,7 @@ def test_terminated_chat_leaves_the_terminal_as_it_was(
     it = keys(command("A" * 300, delay=0.02), rows=20)
     it.wait("> ")
     it.press("Hi\r")
-    it.wait("\x1b[1;19r")
+    it.wait_code("\x1b[1;19r")
     it.signal(signal.SIGTERM)
     assert it.end() == 143
     assert it.shown.count("\x1b[r") == 1
@@ -629,6 +644,21 @@ def test_closed_stdout_ends_the_chat_quietly(command: Callable[..., list[str]]) 
 def test_closed_stdin_is_the_end(command: Callable[..., list[str]]) -> None:
     done = subprocess.run(["sh", "-c", '"$0" "$@" <&-', *command("Hello")], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_model_that_cannot_chat_is_refused_at_the_start(
+    tiny_checkpoint: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint()
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    write_byte_tokenizer(folder, config={"eos_token": "<|endoftext|>"})
+    assert run(["chat", str(folder)]) == 1
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"error: {folder} has no chat template, and a conversation needs one"
+    assert second.startswith("hint: Give one by --chat-template")
+    (folder / "tokenizer.json").unlink()
+    assert run(["chat", str(folder)]) == 1
+    assert "has no tokenizer" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,12 @@ from spile.cli import run
 EOS = 256
 KEYS = [
     "text",
+    "reasoning",
     "token_ids",
     "finish_reason",
+    "stopped_by",
     "prompt_tokens",
+    "cached_tokens",
     "completion_tokens",
     "prompt_tokens_per_second",
     "tokens_per_second",
@@ -242,6 +245,20 @@ def test_prompt_comes_from_the_flag_or_standard_input_too(
         (["generate", "a", "--threads", "0"], "threads is 0"),
         (["generate", "a", "--io", "fast"], "io is 'fast'"),
         (["generate", "a", "--kv-bits", "3"], "kv_bits is 3"),
+        (["generate", "a", "--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["generate", "a", "--presence-penalty", "101"], "presence_penalty is 101.0"),
+        (["generate", "a", "--frequency-penalty", "nan"], "frequency_penalty is nan"),
+        (["generate", "a", "--logit-bias", "1"], "--logit-bias is '1': it must be a token id and a number"),
+        (["generate", "a", "--logit-bias", "1=x"], "--logit-bias is '1=x'"),
+        (["generate", "a", "--logit-bias", "1=101"], "logit_bias of token 1 is 101.0"),
+        (["generate", "a", "--logit-bias", "9999=1"], "logit_bias names token id 9999"),
+        (["generate", "a", "--logprobs", "-1", "--json"], "logprobs is -1"),
+        (["generate", "a", "--logprobs", "1"], "--logprobs needs --json"),
+        (["generate", "a", "--stop", ""], "stop is ['']"),
+        (["generate", "a", "--think", "loud"], "--think is 'loud': it must be one of show, hide, off"),
+        (["generate", "a", "--template-args", "{"], "--template-args is not valid JSON"),
+        (["generate", "a", "--template-args", "3"], "--template-args is a JSON int"),
+        (["generate", "a", "--template-args", '{"messages": []}'], "the template argument 'messages'"),
         (["generate", "", "--raw"], "the prompt is empty"),
         (["generate", "a", "--raw", "--system", "b"], "system needs the chat template"),
         (["verify", "a", "-m", "b"], "MODEL was given twice: 'a' and --model 'b'"),
@@ -536,3 +553,133 @@ def test_convert_packs_a_source(golden_bf16: Path, tmp_path: Path, capfd: pytest
     assert run(["convert", str(golden_bf16), str(tmp_path / "packed")]) == 0
     assert (tmp_path / "packed" / "config.json").exists()
     assert capfd.readouterr().err == f"wrote {tmp_path / 'packed'}\n"
+
+
+def answer_of(model: Path, capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert generate(model, "Hi", "--json", *arguments) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_stop_texts_cut_the_answer(model: Path, engine: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    engine("alpha beta gamma")
+    answer = answer_of(model, capfd, "--stop", "zzz", "--stop", "ta ga")
+    assert (answer["text"], answer["finish_reason"], answer["stopped_by"]) == ("alpha be", "stop", "ta ga")
+    assert answer["completion_tokens"] == len("alpha beta ga")
+    assert generate(model, "Hi", "--stop", "ta ga") == 0
+    assert capfd.readouterr().out == "alpha be\n"
+    answer = answer_of(model, capfd)
+    assert (answer["text"], answer["stopped_by"]) == ("alpha beta gamma", None)
+
+
+def test_log_probabilities_are_in_the_json(
+    model: Path, engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine("\u00e9")
+    answer = answer_of(model, capfd, "--logprobs", "1")
+    assert [one["token_id"] for one in answer["logprobs"]] == [0xC3, 0xA9]
+    assert answer["logprobs"][0]["token"] == "\ufffd"  # half a character
+    assert answer["logprobs"][0]["top"] == [
+        {key: answer["logprobs"][0][key] for key in ("token_id", "token", "logprob")}
+    ]
+    assert answer["logprobs"][0]["logprob"] == pytest.approx(0, abs=1e-6)
+    assert "logprobs" not in answer_of(model, capfd)
+    assert answer_of(model, capfd, "--logprobs", "0")["logprobs"][0]["top"] == []
+
+
+def test_bias_penalty_and_ignored_ends_reach_the_sampler(
+    model: Path, engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine("AB")
+    assert answer_of(model, capfd, "--logit-bias", "65=-100", "--max-tokens", "2")["token_ids"] == [0, 66]
+    answer = answer_of(model, capfd, "--ignore-eos", "--max-tokens", "4")
+    assert (answer["token_ids"], answer["finish_reason"]) == ([65, 66, 0, 0], "length")
+    engine("AAAA")
+    assert answer_of(model, capfd, "--presence-penalty", "60", "--max-tokens", "3")["token_ids"] == [65, 0, 1]
+    assert answer_of(model, capfd, "--frequency-penalty", "30", "--max-tokens", "3")["token_ids"] == [
+        65,
+        65,
+        0,
+    ]
+
+
+@pytest.fixture
+def thinker(model: Path) -> Path:
+    """A model whose template knows the markers and the switch."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ note }}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    )
+    write_byte_tokenizer(model, config={"eos_token": "<|endoftext|>", "chat_template": template})
+    return model
+
+
+def test_reasoning_is_no_part_of_stdout_in_a_pipe(
+    thinker: Path, engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine("<think>\nHm \u4f60.\n</think>\n\nYes.")
+    assert generate(thinker, "Hi") == 0
+    out, err = capfd.readouterr()
+    assert out == "Yes.\n"
+    assert "[thinking]\nHm \u4f60.\nPrompt: " in err
+    assert generate(thinker, "Hi", "--think", "hide") == 0
+    out, err = capfd.readouterr()
+    assert out == "Yes.\n"
+    assert "Hm" not in err
+    answer = answer_of(thinker, capfd)
+    assert (answer["reasoning"], answer["text"]) == ("Hm \u4f60.", "Yes.")
+
+
+def test_limit_inside_of_the_reasoning_is_said(
+    thinker: Path, engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine("<think>Hm.</think>Yes.")
+    assert generate(thinker, "Hi", "--max-tokens", "9") == 0
+    out, err = capfd.readouterr()
+    assert out == "\n"
+    assert "note: the limit of 9 tokens fell inside of the reasoning, before any answer; --think off" in err
+    assert generate(thinker, "Hi", "--max-tokens", "19") == 0
+    assert "note: " not in capfd.readouterr().err
+
+
+def test_template_flags_reach_the_template(
+    thinker: Path, engine: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert answer_of(thinker, capfd, "--template-args", '{"note": "abc"}')["prompt_tokens"] == 5
+    assert answer_of(thinker, capfd, "--think", "off")["prompt_tokens"] == 2 + len("<think></think>")
+    path = tmp_path / "mine.jinja"
+    path.write_text("four")
+    assert answer_of(thinker, capfd, "--chat-template", str(path))["prompt_tokens"] == 4
+    path.write_text("{{ raise_exception('no\nway') }}")
+    assert generate(thinker, "Hi", "--chat-template", str(path)) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "error: the chat template refuses the messages: no way"
+    assert generate(thinker, "Hi", "--chat-template", str(tmp_path / "none")) == 1
+    assert "error: there is no chat template " in capfd.readouterr().err
+
+
+def test_large_prompt_from_a_pipe_is_refused_or_read_whole(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = ("word " * 40_000).encode()
+    command = scripted(["generate", "-m", str(model), "--raw", "--json", "-"], [65, EOS])
+    done = subprocess.run(command, input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"error: the prompt has 200,000 tokens and the context holds 512\n")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300_000}))
+    command[2] = command[2].replace("vocab_size=model", "context=300_000, vocab_size=model")
+    done = subprocess.run(command, input=text, capture_output=True, check=True)
+    assert json.loads(done.stdout)["prompt_tokens"] == 200_000
+
+
+def test_closed_stdout_of_help_is_no_noise() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "spile", "generate", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()

@@ -348,3 +348,132 @@ def test_options_out_of_range_are_refused_by_name(
 ) -> None:
     with pytest.raises(OptionError, match=message):
         spile.load(tiny_checkpoint(), **options)
+
+
+THINKING = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "({{ c.function.name }} {{ c.function.arguments.a }}){% endfor %}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ note }}>"
+)
+
+
+def test_tools_calls_and_results_reach_the_template(case: Callable[..., Case]) -> None:
+    it = case(template=THINKING)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    it.model.generate(history, tools=[{"name": "add"}])
+    assert it.prompts == [b'[{"name": "add"}]<user>1+1?<assistant>(add 1)<tool>2>']
+
+
+def test_template_arguments_reach_the_template(case: Callable[..., Case]) -> None:
+    it = case(template=THINKING)
+    it.model.generate("Hi", template_arguments={"note": "n"})
+    it.model.generate("Hi", think=False)
+    it.model.generate("Hi", think=False, template_arguments={"enable_thinking": True})
+    assert it.prompts == [b"<user>Hin>", b"<user>Hi<think></think>>", b"<user>Hi>"]
+    assert it.notes == []
+
+
+def test_reasoning_is_beside_the_text(case: Callable[..., Case]) -> None:
+    it = case("<think>\nHm.\n</think>\n\nYes.", template=THINKING)
+    assert it.model.can_reason
+    completion = it.model.generate("Hi", temperature=0)
+    assert (completion.reasoning, completion.text) == ("Hm.", "Yes.")
+    assert it.model.generate("Hi", raw=True, temperature=0).text == "<think>\nHm.\n</think>\n\nYes."
+    chunks = list(it.model.stream("Hi", temperature=0))
+    assert "".join(chunk.reasoning for chunk in chunks) == "Hm."
+    assert "".join(chunk.text for chunk in chunks) == "Yes."
+
+
+def test_template_that_begins_the_reasoning_is_understood(case: Callable[..., Case]) -> None:
+    it = case("Hm.</think>Yes.", template=TEMPLATE + "<think>\n")
+    completion = it.model.generate("Hi", temperature=0)
+    assert (completion.reasoning, completion.text) == ("Hm.", "Yes.")
+
+
+def test_model_without_markers_is_not_split(case: Callable[..., Case]) -> None:
+    it = case("<think>a</think>b")
+    assert not it.model.can_reason
+    assert it.model.generate("Hi", temperature=0).text == "<think>a</think>b"
+
+
+def test_reasoning_without_a_switch_is_told(case: Callable[..., Case]) -> None:
+    it = case(template=TEMPLATE + "<think>")
+    it.model.generate("Hi", think=False)
+    assert "no switch for its reasoning" in it.notes[0]
+
+
+def test_stop_and_bias_of_a_whole_answer(case: Callable[..., Case]) -> None:
+    it = case("alpha beta gamma")
+    completion = it.model.generate("Hi", temperature=0, stop=["ta ga", "zz"], logprobs=1)
+    assert (completion.text, completion.finish_reason, completion.stopped_by) == ("alpha be", "stop", "ta ga")
+    assert [one.token_id for one in completion.logprobs] == list(completion.token_ids)
+    banned = it.model.generate("Hi", temperature=0, logit_bias={ord("a"): -100}, max_tokens=1)
+    assert banned.token_ids == (0,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("Hi", {"raw": True, "tools": [{}]}, "tools needs the chat template"),
+        ([72], {"tools": [{}]}, "tools is for text"),
+        ("Hi", {"tools": "add"}, "tools is a str"),
+        ("Hi", {"logit_bias": {300: 1}}, "logit_bias names token id 300, none of the model's"),
+        ("Hi", {"template_arguments": {"messages": []}}, "the template argument 'messages'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "is of type 'image_url'"),
+    ],
+)
+def test_further_wrong_options_are_refused_before_any_work(
+    prompt: Any, options: dict[str, Any], message: str, case: Callable[..., Case]
+) -> None:
+    it = case()
+    with pytest.raises(OptionError, match=message):
+        it.model.stream(prompt, **options)
+    assert it.opened == 0
+
+
+def test_stop_without_a_tokenizer_is_refused(case: Callable[..., Case]) -> None:
+    it = case(tokenizer=False)
+    with pytest.raises(OptionError, match="stop needs text, and this model has no tokenizer"):
+        it.model.stream([72], stop="a")
+
+
+def test_same_prompt_again_is_held_but_for_its_last_token(case: Callable[..., Case]) -> None:
+    it = case()
+    held = it.model.hold()
+    answers = [it.model.generate("Hi", temperature=0, held=held) for _ in range(3)]
+    assert {answer.text for answer in answers} == {"Hello"}
+    assert [answer.stats.cached_tokens for answer in answers] == [0, 8, 8]
+    assert {answer.stats.prompt_tokens for answer in answers} == {9}
+    assert it.prompts == [b"<user>Hi>", b">", b">"]
+
+
+def test_closing_the_model_closes_what_is_held(case: Callable[..., Case]) -> None:
+    it = case()
+    held = it.model.hold()
+    it.model.generate("Hi", held=held)
+    assert not it.engine.states[0].is_closed
+    it.model.close()
+    assert it.engine.states[0].is_closed
+
+
+def test_template_of_a_file_replaces_the_models_own(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ raise_exception('mine: ' + messages[0].content) }}")
+    with (
+        spile.load(tiny_checkpoint(), chat_template=path) as model,
+        pytest.raises(TextError, match="refuses the messages: mine: Hi"),
+    ):
+        model.generate("Hi")
+    with pytest.raises(TextError, match="there is no chat template"):
+        spile.load(tiny_checkpoint(), chat_template=tmp_path / "none.jinja")
+    path.write_bytes(b"\xff")
+    with pytest.raises(TextError, match=r"mine\.jinja is not UTF-8"):
+        spile.load(tiny_checkpoint(), chat_template=path)

@@ -302,3 +302,26 @@ def test_code_named_by_the_tokenizer_config_is_told_and_not_run(tmp_path: Path) 
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     assert opened(tmp_path).encode("a") == [97]
     assert any("auto_map" in note and "never executed" in note for note in read_sidecar(tmp_path).notes)
+
+
+def test_markers_that_an_answer_says_are_text_even_where_they_are_declared_special(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, special=("<e>", "<think>", "</think>", "<tool_call>"))
+    tokenizer = open_tokenizer(tmp_path, config={})
+    assert tokenizer is not None
+    assert tokenizer.decode([256, 257, 97, 258, 259]) == "<think>a</think><tool_call>"
+    assert tokenizer.entry(256) == b"<e>"
+    assert tokenizer.entry(97) == b"a"
+
+
+def test_text_that_goes_on_from_an_answer_keeps_the_answers_ids(tmp_path: Path) -> None:
+    """'ab' is one entry, but the model said 'a' and 'b'."""
+    write_byte_tokenizer(tmp_path, special=("<e>",), merges=[("a", "b")])
+    tokenizer = open_tokenizer(tmp_path, config={})
+    assert tokenizer is not None
+    end = tokenizer.encode("<e>")[0]
+    assert tokenizer.encode("xab<e>y") == [120, 256, end, 121]
+    assert tokenizer.extend([120, 97, 98], [97, 98], "<e>y") == [120, 97, 98, end, 121]
+    assert tokenizer.extend([120, 97, 98], [97, 98], "y<e>") is None  # 'b' and 'y' might be one entry
+    assert tokenizer.extend([120, 97, 98], [97, 98], "") is None
+    assert tokenizer.extend([120, end], [end], "<e>y") is None  # the text lacks what this id stands for
+    assert tokenizer.extend([120, 0xC3], [0xC3], "<e>y") is None  # half a character

@@ -32,8 +32,7 @@ NOTES = {
 - **Ends.** Without `--max-tokens` an answer goes on until the model ends it or the context is full. `--stop` looks
   at the decoded text, across tokens, and cuts the answer before it; in a reasoning model it looks at the answer,
   not at the reasoning. The tokens of a stop text count, as they were computed. With `--ignore-eos` end tokens are
-  never chosen, so that a benchmark goes on with text, where a model that is made to run past its end token mostly
-  repeats that token.
+  never chosen, so that a benchmark measures text, and not what a model says past an end token.
 - **Order.** Bias, then penalties, top-k, top-p, min-p, then temperature (llama.cpp's order). Penalties look at the
   answer so far, not at the prompt. A bias of -100 excludes a token.
 - **Log-probabilities** are the model's own: before bias, penalties, filters and temperature.

@@ -30,7 +30,9 @@ from spile.patterns import Pattern, PatternError, Ranges, are_ranges, one_of
 
 MAGIC = b"spileBPE"
 VERSION = 1
-HEADER = struct.Struct("<8s4I2Q32s32s")  # magic, version, entries, merge slots, word slots, blob, meta, source, digest
+HEADER = struct.Struct(
+    "<8s4I2Q32s32s"
+)  # magic, version, entries, merge slots, word slots, blob, meta, source, digest
 DIGEST_AT = HEADER.size - 32
 NONE = 0xFFFFFFFF  # no id
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -99,8 +101,8 @@ class Table:
             raise TableError(str(error)) from error
         self.num_entries = self._bpe.num_entries
         blob_start = len(view) - fields[6] - fields[5]
-        self._blob = view[blob_start : blob_start + fields[5]]
-        self._offsets = view[blob_start - 4 * (self.num_entries + 1) : blob_start].cast("I")
+        self.blob = view[blob_start : blob_start + fields[5]]
+        self.offsets = view[blob_start - 4 * (self.num_entries + 1) : blob_start].cast("I")
         differing = self.meta.differing
         self._differing = re.compile(one_of(differing)) if differing else None
         self._as_is = _Finder((a for a in self.meta.added if not a.normalized), self.meta, str)
@@ -133,22 +135,16 @@ class Table:
                         token_ids += self._bpe.encode(words)
         return token_ids
 
-    def entry(self, token_id: int) -> bytes:
-        """Return an entry's bytes; none for an id that has no entry."""
-        if not 0 <= token_id < self.num_entries:
-            return b""
-        return bytes(self._blob[self._offsets[token_id] : self._offsets[token_id + 1]])
-
     def token_to_id(self, content: str) -> int | None:
         """Return the id of an entry with this text; added tokens come first."""
         for added in self.meta.added:
             if added.content == content:
                 return added.token_id
         wanted = content.encode("utf-8", "surrogatepass")
-        blob, at = bytes(self._blob), -1
+        blob, at = bytes(self.blob), -1
         while wanted and (at := blob.find(wanted, at + 1)) >= 0:
-            token_id = bisect_left(self._offsets, at + 1) - 1  # the last entry that begins at or before it
-            if self._offsets[token_id] == at and self._offsets[token_id + 1] == at + len(wanted):
+            token_id = bisect_left(self.offsets, at + 1) - 1  # the last entry that begins at or before it
+            if self.offsets[token_id] == at and self.offsets[token_id + 1] == at + len(wanted):
                 return token_id
         return None
 

@@ -17,7 +17,7 @@ import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -26,7 +26,19 @@ from tokenizers import normalizers, pre_tokenizers
 
 from spile import _core
 from spile.alphabet import byte_alphabet, entry_bytes
-from spile.bpe import DIGEST_AT, GPT2_PATTERN, HEADER, MAGIC, NONE, VERSION, Added, Meta, Step, Table, meta_bytes
+from spile.bpe import (
+    DIGEST_AT,
+    GPT2_PATTERN,
+    HEADER,
+    MAGIC,
+    NONE,
+    VERSION,
+    Added,
+    Meta,
+    Step,
+    Table,
+    meta_bytes,
+)
 from spile.patterns import Pattern, PatternError, Ranges
 
 _CHUNK = 0x1000  # code points asked about at a time: `tokenizers` keeps 16 bytes for each byte of text
@@ -37,47 +49,57 @@ _TOKEN = re.compile(rb"\s*+(" + _STRING + rb"|[^\s\",:\[\]{}]++|[\[\]{},:])", re
 _BRACKET = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
 _ENTRY = re.compile(rb"\s*+(" + _STRING + rb")\s*+:\s*+(\d++)\s*+([,}])", re.DOTALL)
 _MERGE = re.compile(
-    rb"\s*+(?:(" + _STRING + rb")|\[\s*+(" + _STRING + rb")\s*+,\s*+(" + _STRING + rb")\s*+\])\s*+([,\]])", re.DOTALL
+    rb"\s*+(?:(" + _STRING + rb")|\[\s*+(" + _STRING + rb")\s*+,\s*+(" + _STRING + rb")\s*+\])\s*+([,\]])",
+    re.DOTALL,
 )
 
+_SPACES = (9, 11, 12, 13, 28, 32, 160, 5760, *range(8192, 8208), 8232, 8233, 8239, 8287, 12288)
 _SAMPLE = (
-    "The quick brown fox's 12,345 jumps; we'll see: it'S IT'RE 'Ve \u2019s\n\n  def f(x):\r\n\treturn x**2  # done \n",
-    "e\u0301a\u0308\u0323 \u1e9b\u0323 \uac01\u1100\u1161\u11a8 \u212b \u0958 \ufb01 \u017f 'ſ \u01c5\u02b0\u0345\u0334\u0315",
-    "\u05e9\u05dc\u05d5\u05b9\u05dd \u0645\u0631\u062d\u0628\u0627 \u4f60\u597d\uff0c\u4e16\u754c\u3002 \u3053\u3093 \ud55c\uad6d \u0967\u0968 \u00bd \u2167",
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd\U0001f1e9\U0001f1ea \U0001d7d8\U0002f800 \x00\x1b\x7f\x85\ufeff",
-    "".join(f"a{chr(c)}{chr(c)} " for c in (9, 11, 12, 13, 28, 32, 160, 5760, *range(8192, 8208), 8232, 8233, 8239, 8287, 12288)),
+    "The quick brown fox's 12,345 jumps; we'll: it'S IT'RE 'Ve \u2019s\n\n  def f(x):\r\n\treturn x**2  # done \n",
+    "e\u0301a\u0308\u0323 \u1e9b\u0323 \uac01\u1100\u1161\u11a8 \u212b \u0958 \ufb01 '\u017f \u01c5\u02b0\u0345\u0334\u0315",
+    "\u05e9\u05dc\u05d5\u05b9\u05dd \u0645\u0631\u062d\u0628\u0627 \u4f60\u597d\uff0c\u4e16\u754c\u3002",
+    "\u3053\u3093 \ud55c\uad6d \u0967\u0968 \u00bd \u2167 \x00\x1b\x7f\x85\ufeff \U0001d7d8\U0002f800",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd\U0001f1e9\U0001f1ea",
+    "".join(f"a{chr(code)}{chr(code)} " for code in _SPACES),
     "x" * 300 + "ab" * 200 + " " * 70 + "=" * 90 + "\n" * 5 + "   \n  ",
-)  # fmt: skip
+)
 
 
 class NoTableError(Exception):
     """A tokenizer for which there is no table; the message says why."""
 
 
-def build_table(path: Path, loaded: tokenizers.Tokenizer, digest: bytes) -> bytes:
-    """Make the table of a tokenizer.json that was loaded from `path` and has this digest.
+def build_table(
+    path: Path, loaded: tokenizers.Tokenizer, digest: bytes, *, prefix_ids: tuple[int, ...] = ()
+) -> bytes:
+    """Make the table of a tokenizer.json that was loaded from `path` and has this digest. `prefix_ids` are what
+    its post-processor puts before a text; the table only keeps them.
 
     Takes about a second, and memory of three times the table beside what is loaded.
 
     Raises: NoTableError where ids could differ from those of `tokenizers`.
     """
     try:
-        table = _build(path, loaded, digest)
+        table = _build(path, loaded, digest, prefix_ids)
         _compare(Table(table), loaded)
     except NoTableError:
         raise
-    except (PatternError, ValueError, KeyError, OverflowError, OSError) as error:
+    except (PatternError, ValueError, KeyError, StopIteration, TypeError, OSError) as error:
         raise NoTableError(str(error)) from error
     return table
 
 
-def _build(path: Path, loaded: tokenizers.Tokenizer, digest: bytes) -> bytes:
+def _build(path: Path, loaded: tokenizers.Tokenizer, digest: bytes, prefix_ids: tuple[int, ...]) -> bytes:
     byte_of = byte_alphabet()
     byte_ids = _byte_ids(loaded.model, byte_of)
     steps = _steps(_state(loaded.pre_tokenizer))
     nfc = _is_nfc(_state(loaded.normalizer))
     if _types(_state(loaded.decoder), "decoders") != ["ByteLevel"]:
         raise NoTableError("its decoder joins more than bytes")
+    asked: dict[str, Ranges] = {}
+    for step in steps:
+        if step.pattern is not None:
+            Pattern(step.pattern, lambda atom: asked.setdefault(atom, []))
     differing = _differing() if nfc else []
     added = _added(loaded, nfc, differing)
 
@@ -93,17 +115,13 @@ def _build(path: Path, loaded: tokenizers.Tokenizer, digest: bytes) -> bytes:
     num_entries = len(entries)
     del entries
 
-    sets: dict[str, Ranges] = {}
-    for step in steps:
-        if step.pattern is not None:
-            Pattern(step.pattern, lambda atom: sets.setdefault(atom, _matched_by(atom)))
     meta = meta_bytes(
         Meta(
             added=added,
             steps=steps,
             nfc=nfc,
-            prefix_ids=_prefix_ids(loaded),
-            sets=sets,
+            prefix_ids=prefix_ids,
+            sets=_matched_by(asked),
             differing=differing,
             spaces=_beside("lstrip") if any(token.lstrip or token.rstrip for token in added) else [],
             word_characters=_beside("single_word") if any(token.single_word for token in added) else [],
@@ -156,7 +174,12 @@ def _steps(state: Any) -> tuple[Step, ...]:
         raise NoTableError("its pre-tokenizer does not end in bytes")
     steps = []
     for part in parts[:-1]:
-        if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"] or "Regex" not in part["pattern"]:
+        if (
+            part["type"] != "Split"
+            or part["behavior"] != "Isolated"
+            or part["invert"]
+            or "Regex" not in part["pattern"]
+        ):
             raise NoTableError(f"its pre-tokenizer has a part {part['type']} of a kind that is not known")
         steps.append(Step(part["pattern"]["Regex"]))
     last = parts[-1]
@@ -191,16 +214,6 @@ def _added(loaded: tokenizers.Tokenizer, nfc: bool, differing: Ranges) -> tuple[
     return added
 
 
-def _prefix_ids(loaded: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Find what the file's post-processor puts before a text."""
-    plain = loaded.encode("a", add_special_tokens=False).ids
-    processed = loaded.encode("a", add_special_tokens=True).ids
-    for start in range(len(processed) - len(plain) + 1):
-        if processed[start : start + len(plain)] == plain:
-            return tuple(processed[:start])
-    return ()
-
-
 def _word_ids(
     model: Any, entries: list[bytes | None], added: Iterable[Added], byte_of: dict[str, int]
 ) -> NDArray[np.uint32] | None:
@@ -216,7 +229,9 @@ def _word_ids(
         [
             i
             for i, entry in enumerate(entries)
-            if entry is not None and (text := model.id_to_token(i)) is not None and all(char in byte_of for char in text)
+            if entry is not None
+            and (text := model.id_to_token(i)) is not None
+            and all(char in byte_of for char in text)
         ],
         np.uint32,
     )
@@ -225,16 +240,17 @@ def _word_ids(
 # What the characters are
 
 
-def _matched_by(atom: str) -> list[int]:
-    """Ask `tokenizers` which characters an expression for one character matches."""
-    split = pre_tokenizers.Split(tokenizers.Regex(f"(?:{atom})+"), "removed")
-    left: list[int] = []  # ranges of what is not matched
+def _matched_by(atoms: Iterable[str]) -> dict[str, Ranges]:
+    """Ask `tokenizers` which characters each of these expressions for one character matches."""
+    splits = {atom: pre_tokenizers.Split(tokenizers.Regex(f"(?:{atom})+"), "removed") for atom in atoms}
+    left: dict[str, list[int]] = {atom: [] for atom in splits}  # ranges of what is not matched
     for text in _chunks(chr):
-        pieces = tokenizers.PreTokenizedString(text)
-        split.pre_tokenize(pieces)
-        for piece, _, _ in pieces.get_splits(offset_type="byte"):
-            left += [ord(piece[0]), ord(piece[-1])]
-    return _complement(_joined(left))
+        for atom, split in splits.items():
+            pieces = tokenizers.PreTokenizedString(text)
+            split.pre_tokenize(pieces)
+            for piece, _, _ in pieces.get_splits(offset_type="byte"):
+                left[atom] += [ord(piece[0]), ord(piece[-1])]
+    return {atom: _complement(_joined(ranges)) for atom, ranges in left.items()}
 
 
 def _chunks(write: Callable[[int], str]) -> Iterator[str]:
@@ -302,7 +318,7 @@ def _differing() -> list[int]:
     a mark shows. The classes of a mark that both know are the same: Unicode never changes them.
     """
     composed, decomposed = normalizers.NFC(), normalizers.NFD()
-    trials: list[tuple[str, Any, Callable[[str], str]]] = [
+    trials: list[tuple[Literal["NFC", "NFD"], Any, Callable[[str], str]]] = [
         ("NFC", composed, str),
         ("NFD", decomposed, str),
         ("NFC", composed, lambda char: unicodedata.normalize("NFD", char)),
@@ -314,8 +330,10 @@ def _differing() -> list[int]:
         chars = chars.replace("\n", "")
         for form, theirs, write in trials:
             text = "\n".join(map(write, chars))
-            if unicodedata.normalize(form, text) != theirs.normalize_str(text):
-                differing.update(c for c in chars if unicodedata.normalize(form, write(c)) != theirs.normalize_str(write(c)))
+            ours, given = unicodedata.normalize(form, text), theirs.normalize_str(text)
+            if ours != given:
+                pairs = zip(chars, ours.split("\n"), given.split("\n"), strict=True)
+                differing.update(char for char, a, b in pairs if a != b)
     for char in list(differing):
         parts = {*unicodedata.normalize("NFD", char), *decomposed.normalize_str(char)}
         # A new composition has a new part, and a block of its own; a mark that it shares with others is old.
@@ -331,7 +349,12 @@ def _read_model(
 ) -> tuple[list[bytes | None], NDArray[np.uint32]]:
     """Read every entry's bytes, by id, and the merges as rows of left, right, merged."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        fields = dict(_members(text, dict(_members(text, 0))["model"]))
+        at = next(at for key, at in _members(text, 0) if key == "model")
+        fields: dict[str, int] = {}
+        for key, value_at in _members(text, at):
+            fields[key] = value_at
+            if fields.keys() >= {"vocab", "merges"}:
+                break
         entries: list[bytes | None] = []
         for entry, token_id in _entries(text, fields["vocab"]):
             entries += [None] * (token_id + 1 - len(entries))

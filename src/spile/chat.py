@@ -186,7 +186,7 @@ class Chat:
                         chunks.append(chunk)
                         progress.context = (self._held.num_prompt, model.context)
                         if chunk.token_id is not None:
-                            progress.token(is_thinking=bool(chunk.reasoning))
+                            progress.token(chunk)
                         writer.write(chunk)
                         if chunk.finish_reason is None:
                             check_stop()

@@ -356,7 +356,7 @@ def _add_record(checkpoint: Checkpoint, digests: Digests) -> tuple[str | None, s
     return str(path), None
 
 
-def record_files(checkpoint: Checkpoint) -> None:
+def record_files(checkpoint: Checkpoint, *, on_progress: Callable[[int, int], None] | None = None) -> None:
     """Record a checkpoint that was just written, so that later damage is found. Reads it whole; never fails
     for a full or read-only cache folder."""
-    _add_record(checkpoint, _digest(checkpoint, _Meter(checkpoint, None)))
+    _add_record(checkpoint, _digest(checkpoint, _Meter(checkpoint, on_progress)))

@@ -76,6 +76,7 @@ class Model:
         self._sidecar = sidecar
         self._context = context
         self._on_note = on_note or _warn
+        self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
         # Whose states must go before the engine.
@@ -94,6 +95,11 @@ class Model:
     def summary(self) -> str | None:
         """The plan in one line; None before the engine is opened."""
         return None if self._engine is None else self._engine.summary()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that messages go through; None where there is none."""
+        return self._sidecar.chat_template
 
     @property
     def can_reason(self) -> bool:
@@ -256,7 +262,7 @@ class Model:
                 f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
                 "Put the model's tokenizer.json beside its weights.",
             )
-        source = prompt_text(prompt, rendering, self._sidecar, self._on_note)  # type: ignore[arg-type]
+        source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
         self._make_room(self.tokenizer, source.text)
         token_ids = None
         rest = None if held is None else held.rest_of(source.text)
@@ -271,6 +277,11 @@ class Model:
                 f"the two do not belong together"
             )
         return _Encoded(token_ids, source)
+
+    def _tell_once(self, note: str) -> None:
+        if note not in self._told:
+            self._told.add(note)
+            self._on_note(note)
 
     def _check_sampling(self, sampling: Sampling) -> None:
         """Check what only this model can tell of sampling options."""

@@ -212,6 +212,7 @@ class Progress:
         self._before = counters()
         self._started = self._first = time.monotonic()
         self._num_tokens = 0
+        self._is_thinking = False
 
     def load(self) -> None:
         """Say that the model is being loaded."""
@@ -226,13 +227,14 @@ class Progress:
         """Say that so many tokens of the prompt were read."""
         self._line.show(lambda: prefill_text(done, total, time.monotonic() - self._started))
 
-    def token(self, *, is_thinking: bool = False) -> None:
+    def token(self, chunk: Chunk) -> None:
         """Say that a token of the answer, or of the reasoning before it, came."""
+        self._is_thinking = (self._is_thinking or bool(chunk.reasoning)) and not chunk.text
         if self._num_tokens == 0:
             self._first = time.monotonic()
             self._line.clear()
         self._num_tokens += 1
-        word = "thinking: " if is_thinking else ""
+        word = "thinking: " if self._is_thinking else ""
         self._answer_line.show(lambda: word + self.text())
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """Turns text into token ids and token ids back into text, one whole character at a time.
 
 It does not know the model, nor how ids are chosen. The work is done by `tokenizers`, which is large in memory
-(106 MB for a vocabulary of 151,643 entries, 129 MB while it loads), so it is loaded for the first text that
-is encoded and, unless it is to be kept, dropped after each. Decoding does not need it: while it is loaded,
-the bytes of all entries are put into one table (1.6 MB). Vocabularies that are not of bytes have no such
-table, and keep `tokenizers` in memory.
+(106 MB for a vocabulary of 151,643 entries, 129 MB while it loads). Where it is not to be kept, it makes a
+compact table of the vocabulary once (`bpe_table.py`), and from then on, in this process and later ones, that
+table does the work (`bpe.py`). Tokenizers for which there is none are loaded for the first text that is
+encoded and, unless they are to be kept, dropped after each. Decoding does not need them: while one is loaded,
+the bytes of all entries are put together (1.6 MB). Vocabularies that are not of bytes keep `tokenizers` in
+memory.
 """
 
 from __future__ import annotations
@@ -12,20 +14,29 @@ from __future__ import annotations
 import codecs
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spile import memory
+from spile.alphabet import byte_alphabet, entry_bytes
 from spile.errors import TextError, quote
 from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
+
+if TYPE_CHECKING:
+    from spile.bpe import Table
+
+# The size of tokenizer.json from which a table is made: it takes two seconds, once. Smaller ones, of 10,000
+# entries and fewer, load in 30 ms and 10 MB.
+TABLE_FROM_NBYTES = 500_000
 
 # What loading takes at most: 106 MB of objects and twice the file were measured for 151,643 entries; a fifth
 # more for others.
 _ENTRY_NBYTES = 800
 _FILE_FACTOR = 3
 _CHARACTER_NBYTES = 200  # of what `tokenizers` returns: 57 for 200,000 characters, 178 for two million
+_TABLE_CHARACTER_NBYTES = 130  # with a table: three ids for a character at most, and words of 60 bytes
 _SPREAD = 1.2  # a second load finds memory in pieces: 79 MB where the first took 70
 _CHATML_END = ("<|im_end|>", "<|endoftext|>")
 # Some tokenizers declare these special, but they are what an answer says: readers of it look for them.
@@ -52,8 +63,8 @@ class _Vocabulary:
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
     bos_ids: tuple[int, ...]  # what a text has to begin with; empty for most
-    blob: bytes = b""
-    offsets: array[int] | None = None  # 32 bits each, [num_entries + 1]
+    blob: bytes | memoryview = b""
+    offsets: array[int] | memoryview | None = None  # 32 bits each, [num_entries + 1]
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return an entry's bytes as text has them: none for special tokens."""
@@ -64,7 +75,7 @@ class _Vocabulary:
         assert self.offsets is not None, "asked for bytes without a table"
         if not 0 <= token_id < self.num_entries:
             return b""
-        return self.blob[self.offsets[token_id] : self.offsets[token_id + 1]]
+        return bytes(self.blob[self.offsets[token_id] : self.offsets[token_id + 1]])
 
 
 class Tokenizer:
@@ -81,6 +92,8 @@ class Tokenizer:
         self._loaded: Any = None  # tokenizers.Tokenizer
         self._vocabulary: _Vocabulary | None = None
         self._measured_nbytes: int | None = None
+        self._table: Table | None = None
+        self._digest: bytes | None = None  # of tokenizer.json; empty: there is and will be no table
 
     @property
     def chat_template(self) -> str | None:
@@ -99,7 +112,13 @@ class Tokenizer:
 
     @property
     def load_nbytes(self) -> int:
-        """Bytes that loading takes: measured, once a load has set the process's peak; else estimated."""
+        """Bytes that loading takes: measured, once a load has set the process's peak; else estimated. Where
+        a table was opened, its size.
+        """
+        return self._tokenizers_nbytes if self._table is None else self._table.nbytes
+
+    @property
+    def _tokenizers_nbytes(self) -> int:
         if self._measured_nbytes is not None:
             return self._measured_nbytes
         if self._vocabulary is not None:
@@ -114,8 +133,11 @@ class Tokenizer:
         return num_entries * _ENTRY_NBYTES + file_nbytes * _FILE_FACTOR
 
     def encode_nbytes(self, text: str) -> int:
-        """Bytes that encoding this text takes at most, loading included."""
-        return self.load_nbytes + len(text) * _CHARACTER_NBYTES
+        """Bytes that encoding this text takes at most, loading included. Looks for a table on disk."""
+        table = self._open_table()
+        if table is not None and table.can_encode(text):
+            return table.nbytes + len(text) * _TABLE_CHARACTER_NBYTES
+        return self._tokenizers_nbytes + len(text) * _CHARACTER_NBYTES
 
     @property
     def num_entries(self) -> int:
@@ -136,7 +158,7 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Turn text into ids. With `add_bos` a model that wants a first token gets it exactly once.
 
-        Loads `tokenizers` if it is not in memory, and drops it again unless `keep`.
+        Without a table, loads `tokenizers` if it is not in memory, and drops it again unless `keep`.
 
         Raises: TextError for a damaged tokenizer, or text that has no UTF-8 form.
         """
@@ -146,12 +168,19 @@ class Tokenizer:
             raise TextError(
                 f"the text cannot be encoded: character {error.start:,} is half of a surrogate pair"
             ) from error
-        loaded = self._load()
-        bos_ids = self._learn(loaded).bos_ids
-        token_ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
-        del loaded
-        if not self.keep:
-            self.release()
+        table = self._open_table() or self._make_table()
+        if table is not None and table.can_encode(text):
+            token_ids = table.encode(text)
+            if not self.keep:
+                table.rest()
+        else:
+            loaded = self._load()
+            self._learn(loaded)
+            token_ids = loaded.encode(text, add_special_tokens=False).ids
+            del loaded
+            if not self.keep:
+                self.release()
+        bos_ids = self._known().bos_ids
         if add_bos and bos_ids and tuple(token_ids[: len(bos_ids)]) != bos_ids:
             token_ids = [*bos_ids, *token_ids]
         return token_ids
@@ -208,14 +237,52 @@ class Tokenizer:
     def close(self) -> None:
         """Drop everything. May be called twice."""
         self._loaded = None
+        self._table = None
 
     def _known(self) -> _Vocabulary:
         vocabulary = self._vocabulary
         if vocabulary is None:
+            table = self._open_table() or self._make_table()
+            if table is not None:
+                vocabulary = self._vocabulary = _vocabulary_of(table, self.sidecar, self._config)
+                return vocabulary
             vocabulary = self._learn(self._load())
             if not self.keep:
                 self.release()
         return vocabulary
+
+    def _open_table(self) -> Table | None:
+        """Open the table that was made earlier, if there is one. Reads tokenizer.json once, for its digest."""
+        if self._table is None and self._digest is None:
+            self._digest = b""
+            try:
+                if self.path.stat().st_size < TABLE_FROM_NBYTES:
+                    return None
+                from spile.bpe import open_table, source_digest
+
+                self._digest = source_digest(self.path)
+            except OSError:
+                return None  # to be told by who reads the file next
+            self._table = open_table(self._digest)
+        return self._table
+
+    def _make_table(self) -> Table | None:
+        """Make a table, where it is worth its time, and leave it for later runs if there is a place."""
+        digest, self._digest = self._digest, b""
+        if not digest or self.keep:
+            return None
+        from spile.bpe import Table, open_table, write_table
+        from spile.bpe_table import NoTableError, build_table
+
+        loaded = self._load()
+        try:
+            table = build_table(self.path, loaded, digest, prefix_ids=_prefix_ids(loaded))
+        except NoTableError:
+            return None
+        del loaded
+        self.release()
+        self._table = (open_table(digest) if write_table(digest, table) else None) or Table(table)
+        return self._table
 
     def _learn(self, loaded: Any) -> _Vocabulary:
         if self._vocabulary is None:
@@ -304,25 +371,39 @@ class _PrefixDecoder:
         return text
 
 
+def _vocabulary_of(table: Table, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
+    """Read the same from a table. Its bytes stay in the file."""
+    added = table.meta.added
+    special_ids = frozenset(token.token_id for token in added if token.special and token.content not in _SAID)
+    return _Vocabulary(
+        num_entries=table.num_entries,
+        eos_ids=_find_eos_ids(table.token_to_id, sidecar, config, special_ids),
+        special_ids=special_ids,
+        bos_ids=_find_bos_ids(table.token_to_id, sidecar, lambda: table.meta.prefix_ids),
+        blob=table.blob,
+        offsets=table.offsets,
+    )
+
+
 def _read_vocabulary(loaded: Any, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
     """Read what is needed once `tokenizers` is gone."""
     added = loaded.get_added_tokens_decoder()  # {id: AddedToken}
     special_ids = frozenset(i for i, token in added.items() if token.special and token.content not in _SAID)
     is_byte_level = _is_byte_level(loaded.decoder)
-    byte_of = _byte_alphabet()
+    byte_of = byte_alphabet()
     blob, offsets = bytearray(), array("I", [0])
     num_entries = 0
     for token_id, text in _entries(loaded, config, max(added, default=-1)):
         if is_byte_level and text is not None:
-            blob += added[token_id].content.encode() if token_id in added else _entry_bytes(text, byte_of)
+            blob += added[token_id].content.encode() if token_id in added else entry_bytes(text, byte_of)
         offsets.append(len(blob))
         if text is not None:
             num_entries = token_id + 1
     return _Vocabulary(
         num_entries=num_entries,
-        eos_ids=_find_eos_ids(loaded, sidecar, config, special_ids),
+        eos_ids=_find_eos_ids(loaded.token_to_id, sidecar, config, special_ids),
         special_ids=special_ids,
-        bos_ids=_find_bos_ids(loaded, sidecar),
+        bos_ids=_find_bos_ids(loaded.token_to_id, sidecar, lambda: _prefix_ids(loaded)),
         blob=bytes(blob),
         offsets=offsets[: num_entries + 1] if is_byte_level else None,
     )
@@ -347,21 +428,28 @@ def _entries(loaded: Any, config: Mapping[str, Any], last_added: int) -> Iterato
 
 
 def _find_eos_ids(
-    loaded: Any, sidecar: Sidecar, config: Mapping[str, Any], special_ids: frozenset[int]
+    token_to_id: Callable[[str], int | None],
+    sidecar: Sidecar,
+    config: Mapping[str, Any],
+    special_ids: frozenset[int],
 ) -> frozenset[int]:
     """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case."""
     eos_ids = set(eos_ids_of(config) | eos_ids_of(sidecar.generation_config))
     named = sidecar.special_token("eos_token")
-    if named is not None and (token_id := loaded.token_to_id(named)) is not None:
+    if named is not None and (token_id := token_to_id(named)) is not None:
         eos_ids.add(token_id)
-    if loaded.token_to_id(_CHATML_END[0]) in special_ids:
+    if token_to_id(_CHATML_END[0]) in special_ids:
         eos_ids.update(
-            token_id for text in _CHATML_END if (token_id := loaded.token_to_id(text)) in special_ids
+            token_id
+            for text in _CHATML_END
+            if (token_id := token_to_id(text)) is not None and token_id in special_ids
         )
     return frozenset(eos_ids)
 
 
-def _find_bos_ids(loaded: Any, sidecar: Sidecar) -> tuple[int, ...]:
+def _find_bos_ids(
+    token_to_id: Callable[[str], int | None], sidecar: Sidecar, prefix_ids: Callable[[], tuple[int, ...]]
+) -> tuple[int, ...]:
     """Find what every text has to begin with: tokenizer_config.json says so, or the tokenizer's
     post-processor does it.
     """
@@ -369,8 +457,13 @@ def _find_bos_ids(loaded: Any, sidecar: Sidecar) -> tuple[int, ...]:
     if wanted is False:
         return ()
     named = sidecar.special_token("bos_token")
-    if wanted is True and named is not None and (token_id := loaded.token_to_id(named)) is not None:
+    if wanted is True and named is not None and (token_id := token_to_id(named)) is not None:
         return (token_id,)
+    return prefix_ids()
+
+
+def _prefix_ids(loaded: Any) -> tuple[int, ...]:
+    """Find what a tokenizer's post-processor puts before a text."""
     plain = loaded.encode("a", add_special_tokens=False).ids
     processed = loaded.encode("a", add_special_tokens=True).ids
     for start in range(len(processed) - len(plain) + 1):
@@ -388,24 +481,3 @@ def _is_byte_level(decoder: Any) -> bool:
     described = json.loads(decoder.__getstate__())
     parts = described.get("decoders", [described])
     return [part.get("type") for part in parts] == ["ByteLevel"]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
-
-    Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py: printable
-    Latin-1 characters stand for themselves, the 68 other bytes for the characters from 256 on.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _entry_bytes(text: str, byte_of: Mapping[str, int]) -> bytes:
-    """Return an entry's bytes; an entry with a character outside of the alphabet stands for itself, as in
-    `tokenizers`.
-    """
-    try:
-        return bytes([byte_of[char] for char in text])
-    except KeyError:
-        return text.encode()

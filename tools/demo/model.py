@@ -250,7 +250,7 @@ def _with_previous(blocks: Tensor) -> Tensor:
 def _rows_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lay out the choices [N, K] as P rows ordered by expert.
 
-    Each expert's rows are padded to a multiple of 64: oneDNN compiles a kernel for every new number of
+    Each expert's rows are padded to a multiple of 32: oneDNN compiles a kernel for every new number of
     rows, which at exact counts doubles a step's time. Returns the row of each choice [N, K], the token of
     each row [P] (0 for padding), the choices of each expert [E] and where each expert's rows end, int32
     [E].
@@ -258,7 +258,7 @@ def _rows_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     flat = experts.flatten()
     order = flat.argsort(stable=True)  # [N*K]
     counts = flat.bincount(minlength=num_experts)
-    ends = ((counts + 63) // 64 * 64).cumsum(0)
+    ends = ((counts + 31) // 32 * 32).cumsum(0)
     padding = (ends - counts.cumsum(0)).roll(1)  # of the experts before each one
     padding[0] = 0
     rows = torch.arange(len(flat)) + padding[flat[order]]
@@ -317,8 +317,8 @@ class _CrossEntropy(torch.autograd.Function):
         n = len(labels)
         loss = 0.0
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
-        for x, y, grad in zip(*(t.split(1024) for t in (hidden, labels, grad_hidden)), strict=True):
-            logits = F.linear(x, head).float()  # [1024, V]
+        for x, y, grad in zip(*(t.split(512) for t in (hidden, labels, grad_hidden)), strict=True):
+            logits = F.linear(x, head).float()  # [512, V]
             log_p = logits.log_softmax(-1)
             loss -= float(log_p.gather(1, y[:, None]).double().sum())
             slope = log_p.exp_()

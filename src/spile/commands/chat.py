@@ -17,6 +17,7 @@ from spile.commands.flags import (
     one_of,
     option,
 )
+from spile.errors import TextError
 
 _OVERFLOW = ("stop", "drop-oldest")
 
@@ -49,6 +50,14 @@ def chat(
     elif str(history) == "none":
         history = None
     with engine.load(template, model=source) as model:
+        if model.tokenizer is None or model.chat_template is None:
+            what = "tokenizer" if model.tokenizer is None else "chat template"
+            raise TextError(
+                f"{model.folder} has no {what}, and a conversation needs one",
+                None
+                if model.tokenizer is None
+                else "Give one by --chat-template, or use spile generate --raw.",
+            )
         options = ChatOptions(model.sampling.changed(changes), arguments, template.think, overflow)
         lines, is_interactive = open_lines(history, commands())
         Chat(model, options, lines, system=template.system, is_interactive=is_interactive).run()

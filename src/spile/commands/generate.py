@@ -95,7 +95,7 @@ def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: b
         for chunk in stream:
             chunks.append(chunk)
             if chunk.token_id is not None:
-                progress.token(is_thinking=bool(chunk.reasoning))
+                progress.token(chunk)
             if not json:
                 writer.write(chunk)
     except KeyboardInterrupt:

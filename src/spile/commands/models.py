@@ -158,7 +158,7 @@ def synth(
             folder, shape, seed=seed, shards=shards, group_scales=group_scales, progress=progress
         ),
     )
-    note(f"wrote {folder}", word="")
+    _record(folder)
 
 
 def convert(
@@ -173,7 +173,17 @@ def convert(
 
     folder = resolve(source, offline=offline)
     _with_progress("packing", lambda progress: convert_folder(folder, destination, progress=progress))
-    note(f"wrote {destination}", word="")
+    _record(destination)
+
+
+def _record(folder: Path) -> None:
+    """Record the digests of a folder that was just written, so that `verify` finds later damage."""
+    from spile.checkpoint import open_checkpoint
+    from spile.digests import record_files
+
+    checkpoint = open_checkpoint(folder)
+    _with_progress("recording digests", lambda progress: record_files(checkpoint, on_progress=progress))
+    note(f"wrote {folder}", word="")
 
 
 def _with_progress(what: str, work: Callable[[Callable[[int, int], None]], None]) -> None:
