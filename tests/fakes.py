@@ -124,9 +124,10 @@ def write_byte_tokenizer(
     config: dict[str, Any] | None = None,
     post_processor: dict[str, Any] | None = None,
     merges: Iterable[tuple[str, str]] = (),
+    entries: Sequence[bytes] = (),
 ) -> None:
-    """Write tokenizer.json with one entry a byte (its id is the byte), then merges, then `special` and
-    `added` tokens.
+    """Write tokenizer.json with one entry a byte (its id is the byte), then merges, then `entries` that no
+    text is ever encoded to, then `special` and `added` tokens.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -134,6 +135,8 @@ def write_byte_tokenizer(
     vocab = {alphabet[byte]: byte for byte in range(256)}
     for left, right in merges:
         vocab[left + right] = len(vocab)
+    for entry in entries:
+        vocab["".join(alphabet[byte] for byte in entry)] = len(vocab)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokens = [
         {"id": len(vocab) + index, "content": text, **flags, "special": text in special}

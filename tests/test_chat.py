@@ -582,6 +582,7 @@ def test_pasted_lines_are_one_message(command: Callable[..., list[str]], keys: C
     it.wait("> ")
     it.press("/save talk.json\r")
     it.wait("wrote talk.json")
+    it.wait("> ")
     it.press("\x04")
     assert it.end() == 0
     messages = json.loads((it.folder / "talk.json").read_text())["messages"]
@@ -693,8 +694,21 @@ def test_demo_model_talks(keys: Callable[..., Keys]) -> None:
     it.wait("> ")
     it.press("/stats\r")
     it.wait("of the prompt were held")
+    it.wait("> ")
     it.press("\x04")
     assert it.end() == 0
     held = re.search(r"([\d,]+) of the prompt were held", it.shown)
     assert held is not None
     assert int(held[1]) >= 22
+
+
+def test_answer_of_nothing_takes_the_message_back_and_says_so(
+    case: Callable[..., Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = case()
+    it.says("")
+    chat = it.run("Hi")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "(no answer: the message is taken back)" in err
+    assert chat._conversation.messages == []

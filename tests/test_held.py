@@ -211,3 +211,37 @@ def test_text_that_goes_on_is_told_by_its_beginning() -> None:
     assert held.rest_of("abxdef") is None
     held.begin(engine, [1, 2])
     assert held.rest_of("abcdef") is None
+
+
+def test_conversation_that_goes_on_says_what_one_that_reads_everything_anew_says() -> None:
+    """Greedy turns with the demo model; every prompt's very ids are also answered by a fresh state. One turn
+    is taken back, one answer is abandoned half-way, one is cut by a stop text.
+    """
+    with spile.load(DEMO, context=700) as model:
+        held = model.hold()
+        messages: list[dict[str, str]] = []
+        cached = []
+        for number in range(6):
+            messages.append({"role": "user", "content": f"Tell me story {number} about a bear."})
+            options: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
+            if number == 3:
+                options["stop"] = ["."]
+            if number == 2:
+                stream = model.stream(messages, held=held, **options)
+                text = "".join(next(stream).text for _ in range(20))
+                stream.close()
+                messages.append({"role": "assistant", "content": text})
+                continue
+            answer = model.generate(messages, held=held, **options)
+            prompt = held.token_ids[: held.num_prompt]
+            fresh = model.generate(prompt, **options)
+            assert fresh.token_ids == answer.token_ids
+            assert fresh.text == answer.text
+            cached.append(answer.stats.cached_tokens)
+            if number == 4:
+                messages.pop()  # taken back
+            else:
+                messages.append({"role": "assistant", "content": answer.text})
+    assert cached[0] == 0
+    assert all(count > 20 for count in cached[1:])
+    print(f"held tokens by turn: {cached}")

@@ -218,6 +218,7 @@ def test_generation_config_gives_the_defaults() -> None:
     sampling, notes = sampling_of({"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True})
     assert sampling == Sampling(temperature=0.6, top_k=20, top_p=0.95)
     assert notes == ()
+    assert sampling_of({"repetition_penalty": 1.1})[0] == Sampling(repetition_penalty=1.1)
     assert sampling_of({"do_sample": False, "temperature": 0.6})[0].temperature == 0
     assert sampling_of({"eos_token_id": 3, "max_new_tokens": 20})[0] == Sampling()
 

@@ -7,15 +7,20 @@ import io
 import pytest
 
 from spile.errors import WriteError
-from spile.generate import Stats
+from spile.generate import Chunk, Stats
 from spile.terminal import (
+    AnswerWriter,
     LiveLine,
+    Progress,
     Stdout,
     StdoutClosedError,
     bytes_text,
+    fitting,
     generation_text,
+    has_styles,
     prefill_text,
     summary_lines,
+    unanswered_note,
 )
 
 STATS = Stats(
@@ -103,3 +108,77 @@ def test_output_that_fails_is_told_apart(
 
     with pytest.raises(expected):
         Stdout(Failing()).write("a")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def written(
+    out: io.StringIO, err: io.StringIO, chunks: list[Chunk], *, shows: bool = True
+) -> tuple[str, str]:
+    writer = AnswerWriter(Stdout(out), err, shows_reasoning=shows)
+    for chunk in chunks:
+        writer.write(chunk)
+    writer.close()
+    return out.getvalue(), err.getvalue()
+
+
+CHUNKS = [Chunk("", 1, reasoning="Hm"), Chunk("", 2, reasoning=" \x1b[1m."), Chunk("Y", 3), Chunk("es", 4)]
+
+
+def test_reasoning_is_dimmed_on_a_terminal_and_apart_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert written(Terminal(), io.StringIO(), CHUNKS) == ("\x1b[2mHm ?[1m.\x1b[0m\n\nYes", "")
+    assert written(io.StringIO(), io.StringIO(), CHUNKS) == ("Yes", "[thinking]\nHm \x1b[1m.\n")
+    assert written(io.StringIO(), Terminal(), CHUNKS) == ("Yes", "\x1b[2mHm ?[1m.\x1b[0m\n")
+    assert written(Terminal(), io.StringIO(), CHUNKS, shows=False) == ("Yes", "")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert written(Terminal(), io.StringIO(), CHUNKS) == ("[thinking]\nHm ?[1m.\n[answer]\nYes", "")
+    assert not has_styles()
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_styles()
+    monkeypatch.delenv("TERM")
+    assert not has_styles()
+
+
+def test_style_never_outlives_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert written(Terminal(), io.StringIO(), CHUNKS[:1])[0] == "\x1b[2mHm\x1b[0m\n"
+
+
+def test_answer_comes_though_nobody_reads_the_reasoning() -> None:
+    assert written(io.StringIO(), Closed(), CHUNKS) == ("Yes", "")
+
+
+def test_answer_that_ended_inside_of_its_reasoning_is_explained() -> None:
+    stats = changed(prompt_tokens=10, completion_tokens=20)
+    assert unanswered_note(stats, 4096).startswith("the limit of 20 tokens fell inside of the reasoning")
+    assert unanswered_note(stats, 29).startswith("the context of 29 tokens was full inside of the reasoning")
+
+
+def test_live_line_tells_context_and_thinking() -> None:
+    assert generation_text(1, 0.0, 5_000_000, None, (345, 1024)) == (
+        "1 tokens, memory 5.0 MB, context 345 of 1,024"
+    )
+    stream = Terminal()
+    progress = Progress(stream, lambda: None, shares_screen=False)
+    progress.context = (10, 1024)
+    for chunk in CHUNKS:
+        progress.token(chunk)
+        progress._line._shown_at = float("-inf")
+    lines = [line.split(" tokens, ")[0] for line in stream.getvalue().split("\r\x1b[K") if line]
+    assert lines == ["thinking: 1", "thinking: 2", "3", "4"]
+    assert "context 14 of 1,024" in stream.getvalue()
+
+
+def test_line_that_is_too_long_for_the_row_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fitting("x" * 200) == "x" * 79

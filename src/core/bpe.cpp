@@ -113,6 +113,7 @@ void Bpe::encode(const uint8_t* word, size_t n, std::vector<uint32_t>* ids) cons
     merge_short(symbols, count, ids);
     return;
   }
+  if (n >= kNone) throw std::length_error("a word of 4 GiB");
   std::vector<uint32_t> symbols;
   symbols.reserve(n);
   for (size_t i = 0; i < n; ++i)
@@ -145,43 +146,41 @@ void Bpe::merge_short(uint32_t* symbols, size_t n, std::vector<uint32_t>* ids) c
 
 void Bpe::merge_long(const std::vector<uint32_t>& symbols, std::vector<uint32_t>* ids) const {
   struct Symbol {
-    uint32_t id;
-    size_t previous, next;  // size(): none
-    bool gone;
+    uint32_t id;              // kNone: merged into one before it
+    uint32_t previous, next;  // size(): none
   };
   struct Candidate {
-    uint32_t rank;
-    size_t at;
+    uint32_t rank, at;
     const MergeSlot* merge;
     bool operator<(const Candidate& other) const {  // the greatest comes first
       return rank != other.rank ? rank > other.rank : at > other.at;
     }
   };
-  const size_t n = symbols.size();
+  const uint32_t n = static_cast<uint32_t>(symbols.size());
   std::vector<Symbol> chain(n);
-  for (size_t i = 0; i < n; ++i) chain[i] = {symbols[i], i == 0 ? n : i - 1, i + 1, false};
+  for (uint32_t i = 0; i < n; ++i) chain[i] = {symbols[i], i == 0 ? n : i - 1, i + 1};
   std::priority_queue<Candidate> queue;
-  const auto consider = [&](size_t at) {
-    const size_t next = chain[at].next;
+  const auto consider = [&](uint32_t at) {
+    const uint32_t next = chain[at].next;
     if (next == n) return;
     if (const MergeSlot* merge = find(chain[at].id, chain[next].id)) queue.push({merge->rank, at, merge});
   };
-  for (size_t i = 0; i < n; ++i) consider(i);
+  for (uint32_t i = 0; i < n; ++i) consider(i);
   while (!queue.empty()) {
     const Candidate top = queue.top();
     queue.pop();
     Symbol& left = chain[top.at];
-    if (left.gone || left.next == n || left.id != top.merge->left) continue;  // one of the two has been merged since
+    if (left.next == n || left.id != top.merge->left) continue;  // one of the two has been merged since
     Symbol& right = chain[left.next];
     if (right.id != top.merge->right) continue;
     left.id = top.merge->merged;
-    right.gone = true;
+    right.id = kNone;
     left.next = right.next;
     if (left.next != n) chain[left.next].previous = top.at;
     if (left.previous != n) consider(left.previous);
     consider(top.at);
   }
-  for (size_t i = 0; i < n; i = chain[i].next) ids->push_back(chain[i].id);
+  for (uint32_t i = 0; i < n; i = chain[i].next) ids->push_back(chain[i].id);
 }
 
 std::vector<MergeSlot> hash_merges(const uint32_t* merges, size_t n) {

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from spile.generate import Chunk as Chunk
     from spile.generate import Completion as Completion
     from spile.generate import Stats as Stats
+    from spile.held import Held as Held
+    from spile.logprobs import Logprob as Logprob
     from spile.model import Model as Model
     from spile.model import load as load
     from spile.options import Sampling as Sampling
@@ -48,6 +50,8 @@ _NAME_TO_MODULE = {
     "Chunk": "generate",
     "Completion": "generate",
     "Stats": "generate",
+    "Held": "held",
+    "Logprob": "logprobs",
     "Model": "model",
     "load": "model",
     "Sampling": "options",
@@ -59,6 +63,8 @@ __all__ = [
     "Chunk",
     "Completion",
     "ContextError",
+    "Held",
+    "Logprob",
     "Model",
     "ModelError",
     "ModelNotFoundError",

@@ -291,7 +291,7 @@ def _is_header(header: bytes, digest: bytes) -> bool:
     if len(header) != HEADER.size:
         return False
     fields = HEADER.unpack(header)
-    return fields[0] == MAGIC and fields[1] == VERSION and fields[7] == digest
+    return (fields[0], fields[1], fields[7]) == (MAGIC, VERSION, digest)
 
 
 def _digest_of(descriptor: int) -> bytes:

@@ -43,6 +43,11 @@ from spile.patterns import Pattern, PatternError, Ranges
 
 _CHUNK = 0x1000  # code points asked about at a time: `tokenizers` keeps 16 bytes for each byte of text
 _CHARACTERS = [(0, 0xD7FF), (0xE000, 0x10FFFF)]  # all that text can hold: no surrogates
+_ASSIGNED = [
+    (0, 0xD7FF),
+    (0xE000, 0x3FFFF),
+    (0xE0000, 0xEFFFF),
+]  # no plane beside these has had any but private ones
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _TOKEN = re.compile(rb"\s*+(" + _STRING + rb"|[^\s\",:\[\]{}]++|[\[\]{},:])", re.DOTALL)
@@ -56,7 +61,8 @@ _MERGE = re.compile(
 _SPACES = (9, 11, 12, 13, 28, 32, 160, 5760, *range(8192, 8208), 8232, 8233, 8239, 8287, 12288)
 _SAMPLE = (
     "The quick brown fox's 12,345 jumps; we'll: it'S IT'RE 'Ve \u2019s\n\n  def f(x):\r\n\treturn x**2  # done \n",
-    "e\u0301a\u0308\u0323 \u1e9b\u0323 \uac01\u1100\u1161\u11a8 \u212b \u0958 \ufb01 '\u017f \u01c5\u02b0\u0345\u0334\u0315",
+    "e\u0301a\u0308\u0323 \u1e9b\u0323 \uac01\u1100\u1161\u11a8 \u212b \u0958",
+    "\ufb01 '\u017f \u01c5\u02b0\u0345\u0334\u0315 q\u0307\u0323",
     "\u05e9\u05dc\u05d5\u05b9\u05dd \u0645\u0631\u062d\u0628\u0627 \u4f60\u597d\uff0c\u4e16\u754c\u3002",
     "\u3053\u3093 \ud55c\uad6d \u0967\u0968 \u00bd \u2167 \x00\x1b\x7f\x85\ufeff \U0001d7d8\U0002f800",
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd\U0001f1e9\U0001f1ea",
@@ -253,9 +259,11 @@ def _matched_by(atoms: Iterable[str]) -> dict[str, Ranges]:
     return {atom: _complement(_joined(ranges)) for atom, ranges in left.items()}
 
 
-def _chunks(write: Callable[[int], str]) -> Iterator[str]:
+def _chunks(
+    write: Callable[[int], str], characters: Iterable[tuple[int, int]] = _CHARACTERS
+) -> Iterator[str]:
     """Yield what is written for all characters, in order, some thousands at a time."""
-    for first, last in _CHARACTERS:
+    for first, last in characters:
         for start in range(first, last + 1, _CHUNK):
             yield "".join(map(write, range(start, min(start + _CHUNK, last + 1))))
 
@@ -297,7 +305,7 @@ def _beside(flag: str) -> list[int]:
     mark_id = probe.token_to_id(mark)
     takes = flag == "lstrip"
     found: list[int] = []
-    for text in _chunks(lambda code: "" if chr(code) == mark else f"{chr(code)}{mark}\n"):
+    for text in _chunks(lambda code: "" if chr(code) == mark else f"{chr(code)}{mark}\n", _ASSIGNED):
         encoding = probe.encode(text, add_special_tokens=False)
         spans = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i == mark_id]
         if takes:
@@ -326,7 +334,7 @@ def _differing() -> list[int]:
         ("NFD", decomposed, lambda char: f"x{char}\u0334"),
     ]
     differing: set[str] = set()
-    for chars in _chunks(chr):
+    for chars in _chunks(chr, _ASSIGNED):
         chars = chars.replace("\n", "")
         for form, theirs, write in trials:
             text = "\n".join(map(write, chars))

@@ -150,6 +150,8 @@ class Chat:
                 self._conversation.answer(text)
             else:
                 self._conversation.undo()
+        if text == "":
+            _say("(no answer: the message is taken back)")
 
     def _stream(self) -> str:
         """Write the answer as it comes, and return its text, or what there is of it when it is stopped."""
@@ -157,7 +159,8 @@ class Chat:
         writer = AnswerWriter(stdout, sys.stderr, shows_reasoning=options.think == "show")
         progress = Progress(sys.stderr, model.counters, shares_screen=stdout.is_terminal)
         was_open = model.summary is not None
-        progress.load()
+        if not was_open:
+            progress.load()
         chunks: list[Chunk] = []
         try:
             with _stop_asked() as is_stop_asked:

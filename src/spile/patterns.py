@@ -26,7 +26,8 @@ _CONTROLS = {"r": "\r", "n": "\n", "t": "\t"}
 _REPEAT = re.compile(r"[?*+][?+]?|\{(\d+)(?:,(\d*))?\}(?![?+])")
 # The one thing that tokenizers write without regard to case. Letters that could fold together, as "st" does
 # into one ligature, are not among them.
-_CONTRACTION = re.compile(r"\(\?i:(('?(?:s|t|re|ve|m|ll|d|\[[sdmt]+\])\|?)+)\)")
+_LETTERS = r"'?(?:s|t|re|ve|m|ll|d|\[[sdmt]+\])"
+_CONTRACTION = re.compile(rf"\(\?i:({_LETTERS}(?:\|{_LETTERS})*)\)")
 
 
 class PatternError(ValueError):
@@ -185,7 +186,7 @@ class _Translation:
 
     def _contraction(self) -> int:
         match = _CONTRACTION.match(self._pattern, self._at)
-        if match is None or match.group(1).endswith("|"):
+        if match is None:
             raise self._refusal()
         self.parts.append("(?:")
         for piece in re.findall(r"\[\w+\]|.", match.group(1)):

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from spile.errors import WriteError
@@ -98,8 +98,9 @@ class AnswerWriter:
         Raises: StdoutClosedError, WriteError.
         """
         if chunk.reasoning and self._shows_reasoning:
-            self._begin()
-            self._reasoning.write(chunk.reasoning)
+            with self._forgiving():
+                self._begin()
+                self._reasoning.write(chunk.reasoning)
         if chunk.text:
             self._end()
             self._stdout.write(chunk.text)
@@ -108,8 +109,14 @@ class AnswerWriter:
         """Leave no style behind. The last line is not ended, unless it is one of reasoning."""
         if self._is_reasoning:
             self._is_reasoning = False
-            self._reasoning.dim(False)
-            self._reasoning.end_line()
+            with self._forgiving():
+                self._reasoning.dim(False)
+                self._reasoning.end_line()
+
+    def _forgiving(self) -> AbstractContextManager[None]:
+        """A standard error that nobody reads is no reason to stop."""
+        aside = self._reasoning is not self._stdout
+        return suppress(StdoutClosedError, WriteError) if aside else nullcontext()
 
     def _begin(self) -> None:
         if self._is_reasoning:

@@ -1,10 +1,10 @@
 """Turns text into token ids and token ids back into text, one whole character at a time.
 
 It does not know the model, nor how ids are chosen. The work is done by `tokenizers`, which is large in memory
-(106 MB for a vocabulary of 151,643 entries, 129 MB while it loads). Where it is not to be kept, it makes a
-compact table of the vocabulary once (`bpe_table.py`), and from then on, in this process and later ones, that
-table does the work (`bpe.py`). Tokenizers for which there is none are loaded for the first text that is
-encoded and, unless they are to be kept, dropped after each. Decoding does not need them: while one is loaded,
+(106 MB for a vocabulary of 151,643 entries, 129 MB while it loads). So it makes a compact table of a large
+vocabulary once (`bpe_table.py`), and from then on, in this process and later ones, that table does the work
+(`bpe.py`). Tokenizers for which there is none are loaded for the first text that is encoded and, unless they
+are to be kept, dropped after each. Decoding does not need them: while one is loaded,
 the bytes of all entries are put together (1.6 MB). Vocabularies that are not of bytes keep `tokenizers` in
 memory.
 """
@@ -81,7 +81,7 @@ class _Vocabulary:
 class Tokenizer:
     """The tokenizer of one model folder. Opened by `open_tokenizer`; not for several threads at once.
 
-    `keep` says whether `tokenizers` stays in memory between texts.
+    `keep` says whether what encodes, `tokenizers` or the pages of a table, stays in memory between texts.
     """
 
     def __init__(self, path: Path, sidecar: Sidecar, config: Mapping[str, Any], *, keep: bool) -> None:
@@ -269,7 +269,7 @@ class Tokenizer:
     def _make_table(self) -> Table | None:
         """Make a table, where it is worth its time, and leave it for later runs if there is a place."""
         digest, self._digest = self._digest, b""
-        if not digest or self.keep:
+        if not digest:
             return None
         from spile.bpe import Table, open_table, write_table
         from spile.bpe_table import NoTableError, build_table

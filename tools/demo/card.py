@@ -53,7 +53,10 @@ def model_card(
         bits=losses["text"] / LN_2 * num_tokens / num_characters,
         usage=usage,
         answers=answers,
-        sampling=", ".join(f"{name} {sampling[name]}" for name in ("temperature", "top_p", "top_k", "min_p")),
+        sampling=", ".join(
+            f"{name} {sampling[name]}"
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        ),
         num_stories=len(documents.stories),
     )
 

@@ -25,6 +25,7 @@ SAMPLING = {
     "top_p": 0.9,
     "top_k": 40,
     "min_p": 0.05,
+    "repetition_penalty": 1.1,
     "max_new_tokens": 400,
 }
 SAMPLE_PROMPTS = ("Once upon a time", "Tell me a story about a dog and a red ball.", "Hello!")
@@ -165,6 +166,9 @@ def sample(
         row = F.pad(row, (0, -row.shape[1] % shape.sliding_window))  # whole windows; the padding is not seen
         hidden, _, _ = model.forward(weights, shape, row, torch.float32)
         logits = model.logits_of(weights, hidden[0, len(ids) + len(new) - 1], torch.float32)
+        seen = torch.tensor(sorted({*ids, *new}))
+        penalty = SAMPLING["repetition_penalty"]
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
         p, token = (logits / SAMPLING["temperature"]).softmax(-1).topk(SAMPLING["top_k"])
         keep = (p.cumsum(0) - p < SAMPLING["top_p"]) & (p >= SAMPLING["min_p"] * p[0])
         drawn = int(token[(p * keep).multinomial(1, generator=generator)])

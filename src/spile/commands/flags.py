@@ -77,20 +77,28 @@ class TemplateFlags:
     """How messages become a prompt."""
 
     system: Annotated[
-        str | None, option("--system", metavar="TEXT", help="A system message before all.", panel=PROMPT)
+        str | None,
+        option("--system", metavar="TEXT", help="A system message before all others.", panel=PROMPT),
     ] = None
     chat_template: Annotated[
         Path | None,
-        option("--chat-template", metavar="FILE", help="A Jinja template to use instead.", panel=PROMPT),
+        option(
+            "--chat-template", metavar="FILE", help="A Jinja template in place of the model's.", panel=PROMPT
+        ),
     ] = None
     template_args: Annotated[
         str | None,
-        option("--template-args", metavar="JSON", help="More arguments for the template.", panel=PROMPT),
+        option(
+            "--template-args", metavar="JSON", help="More arguments of the template, an object.", panel=PROMPT
+        ),
     ] = None
     think: Annotated[
         str,
         option(
-            "--think", metavar="show|hide|off", help="What to do about reasoning; default show.", panel=PROMPT
+            "--think",
+            metavar="show|hide|off",
+            help="Reasoning: dimmed, hidden, or not asked for.",
+            panel=PROMPT,
         ),
     ] = "show"
 
@@ -154,19 +162,23 @@ class SamplingFlags:
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        option("--repetition-penalty", metavar="X", help="Divides logits of what was said.", panel=ANSWER),
+        option(
+            "--repetition-penalty", metavar="X", help="Divides logits of tokens said; 1 is off.", panel=ANSWER
+        ),
     ] = None
     presence_penalty: Annotated[
         float | None,
-        option("--presence-penalty", metavar="X", help="Taken off once for what was said.", panel=ANSWER),
+        option(
+            "--presence-penalty", metavar="X", help="Taken off their logits once; 0 is off.", panel=ANSWER
+        ),
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        option("--frequency-penalty", metavar="X", help="Taken off for each time.", panel=ANSWER),
+        option("--frequency-penalty", metavar="X", help="Taken off for each time; 0 is off.", panel=ANSWER),
     ] = None
     logit_bias: Annotated[
         list[str] | None,
-        option("--logit-bias", metavar="ID=X", help="Added to a token's logit; -100: never.", panel=ANSWER),
+        option("--logit-bias", metavar="ID=X", help="Added to a token's logit; -100 is never.", panel=ANSWER),
     ] = None
 
     def changes(self, **more: Any) -> dict[str, Any]:
