@@ -21,7 +21,7 @@ from demo.train import Run, held_out_loss
 
 SAMPLING = {
     "do_sample": True,
-    "temperature": 0.6,
+    "temperature": 0.7,
     "top_p": 0.9,
     "top_k": 40,
     "min_p": 0.05,
@@ -166,7 +166,7 @@ def sample(
         row = F.pad(row, (0, -row.shape[1] % shape.sliding_window))  # whole windows; the padding is not seen
         hidden, _, _ = model.forward(weights, shape, row, torch.float32)
         logits = model.logits_of(weights, hidden[0, len(ids) + len(new) - 1], torch.float32)
-        seen = torch.tensor(sorted({*ids, *new}))
+        seen = torch.tensor(sorted(set(new)), dtype=torch.long)
         penalty = SAMPLING["repetition_penalty"]
         logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
         p, token = (logits / SAMPLING["temperature"]).softmax(-1).topk(SAMPLING["top_k"])
