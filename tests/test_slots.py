@@ -479,7 +479,8 @@ def test_wanted_latest_is_ranked_highest() -> None:
     keys = np.array([layer * 8 for layer in range(4)])
     for layer in range(4):
         order = np.argsort(-policy.rank(layer, keys))
-        assert order.tolist() == [(layer + back) % 4 for back in (0, 3, 2, 1)]  # this layer comes a cycle later
+        # this layer comes again a whole cycle later
+        assert order.tolist() == [(layer + back) % 4 for back in (0, 3, 2, 1)]
 
 
 def test_choices_count_more_than_distance_and_fade() -> None:

@@ -21,7 +21,6 @@ def affine4_linear(
     activation_bytes: int = 2,
     isa: str = "",
 ) -> NDArray[np.float32]: ...
-
 def bpe_merge_slots(merges: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
 def bpe_word_slots(
     ids: NDArray[np.uint32], offsets: NDArray[np.uint32], blob: NDArray[np.uint8]
