@@ -66,7 +66,7 @@ class Case:
             config={"eos_token_id": EOS},
             sidecar=read_sidecar(folder),
             tokenizer=open_tokenizer(folder, config={}),
-            context=self.engine.context,
+            plan_context=lambda: self.engine.context,
             vocab_size=300,
             on_note=self.notes.append,
         )

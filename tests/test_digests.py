@@ -14,6 +14,7 @@ import pytest
 
 from spile import digests
 from spile.checkpoint import open_checkpoint
+from spile.convert import convert_folder
 from spile.digests import check_files, describe, record_files, records_folder
 from spile.errors import CheckpointError, ReadError, WriteError
 from spile.hub import resolve
@@ -182,7 +183,7 @@ def test_shipped_record_serves_like_one_of_ones_own(
     assert "shipped with spile" in check.compared_with[0]
 
 
-def test_damaged_record_is_ignored(folder: Path) -> None:
+def test_damaged_record_is_made_again_and_said(folder: Path) -> None:
     record_files(open_checkpoint(folder))
     (path,) = records_folder().iterdir()
     for text in (
@@ -193,7 +194,10 @@ def test_damaged_record_is_ignored(folder: Path) -> None:
         path.read_text().replace('"format":1', '"format":0'),
     ):
         path.write_text(text)
-        assert check_files(open_checkpoint(folder)).compared_with == ()
+        check = check_files(open_checkpoint(folder))
+        assert check.compared_with == ()
+        assert "was made again" in check.notes[0]
+        assert len(check.notes) == 1
 
 
 def test_shard_cut_short_meanwhile_is_an_error(folder: Path) -> None:
@@ -214,3 +218,56 @@ def test_demo_model_is_the_recorded_one() -> None:
     check = check_files(open_checkpoint(resolve(None)))
     assert check.ok
     assert "shipped with spile" in check.compared_with[0]
+
+
+def test_config_of_a_copy_may_differ_and_is_only_noted(folder: Path, tmp_path: Path) -> None:
+    """Broke: `convert` of the golden source, then `verify`, said DAMAGED for a config.json written otherwise."""
+    record_files(open_checkpoint(folder))
+    shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config, indent=3))
+    check = check_files(open_checkpoint(tmp_path / "copy"))
+    assert check.ok
+    assert "config.json differs" in check.notes[0]
+
+
+def test_converted_golden_source_is_the_shipped_model(golden_bf16: Path, tmp_path: Path) -> None:
+    convert_folder(golden_bf16, tmp_path / "packed")
+    check = check_files(open_checkpoint(tmp_path / "packed"))
+    assert check.ok
+    assert "shipped with spile" in check.compared_with[0]
+    record_files(open_checkpoint(tmp_path / "packed"))  # now its own config counts again
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert check_files(open_checkpoint(tmp_path / "packed")).damaged == ("config.json",)
+
+
+def test_manifest_that_is_no_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Broke: /dev/full was read without end, and --record would have replaced it."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (Path("/dev/full"), tmp_path / "fifo", tmp_path):
+        for record in (False, True):
+            with pytest.raises(CheckpointError, match="is not a regular file"):
+                check_files(open_checkpoint(folder), manifest=path, record=record)
+
+
+def test_manifest_of_absurd_size_is_refused(folder: Path, tmp_path: Path) -> None:
+    with (tmp_path / "manifest.json").open("wb") as file:
+        file.truncate(digests.LARGEST_RECORD_NBYTES + 1)
+    with pytest.raises(CheckpointError, match="is larger than"):
+        check_files(open_checkpoint(folder), manifest=tmp_path / "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format":1,"key":"x","records":[{"folder":"","recorded":"","digests":[]}]}']
+)
+def test_damaged_manifest_is_refused(text: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest.json (is|holds)"):
+        check_files(open_checkpoint(folder), manifest=tmp_path / "manifest.json")
+
+
+def test_folder_of_a_manifest_is_not_made(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="there is no folder"):
+        check_files(open_checkpoint(folder), manifest=tmp_path / "nope" / "x")
+    assert not (tmp_path / "nope").exists()

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Case:
             config={"eos_token_id": EOS},
             sidecar=read_sidecar(folder),
             tokenizer=self.tokenizer,
-            context=self.engine.context,
+            plan_context=lambda: self.engine.context,
             vocab_size=self.engine.vocab_size,
             folder=folder,
             on_note=self.notes.append,
@@ -477,3 +478,43 @@ def test_template_of_a_file_replaces_the_models_own(
     path.write_bytes(b"\xff")
     with pytest.raises(TextError, match=r"mine\.jinja is not UTF-8"):
         spile.load(tiny_checkpoint(), chat_template=path)
+
+
+# -- bounds --
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with spile.load(golden / "mlx-2bit") as model:
+        assert model.tokenizer is not None
+        monkeypatch.setattr(model.tokenizer, "encode", lambda text: pytest.fail("it was encoded"))
+        with pytest.raises(spile.ContextError, match=r"200,000 characters.* holds 256"):
+            model.generate("x" * 200_000, raw=True)
+
+
+def test_second_thread_is_told_that_the_model_is_busy(golden: Path) -> None:
+    with spile.load(golden / "mlx-2bit") as model:
+        stream = model.stream("once", raw=True, max_tokens=3)
+        errors: list[BaseException] = []
+
+        def other() -> None:
+            try:
+                model.generate("twice", raw=True, max_tokens=1)
+            except spile.SpileError as error:
+                errors.append(error)
+
+        with model._alone():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        assert "another thread" in str(errors[0])
+        assert len(list(stream)) >= 3
+
+
+def test_mapping_more_than_the_budget_is_refused(golden: Path) -> None:
+    with (
+        spile.load(golden / "mlx-2bit", memory=1_000_000, io="mapped") as model,
+        pytest.raises(spile.BudgetError, match="mapped whole"),
+    ):
+        model.logits([1])

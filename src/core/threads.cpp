@@ -19,6 +19,10 @@ inline void pause() {
 #endif
 }
 
+constexpr uint64_t kOpen = uint64_t{1} << 31;
+constexpr uint64_t kInside = kOpen - 1;
+constexpr int kLoopShift = 32;
+
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
@@ -29,7 +33,6 @@ ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    generation_.fetch_add(1);
   }
   wake_.notify_all();
   for (auto& thread : threads_) thread.join();
@@ -48,14 +51,15 @@ void ThreadPool::run_loop(int n, Body body, const void* context) {
   body_ = body;
   context_ = context;
   next_.store(0, std::memory_order_relaxed);
-  running_.store(num_threads_ - 1, std::memory_order_relaxed);
-  generation_.fetch_add(1, std::memory_order_seq_cst);
+  const uint64_t loop = (state_.load(std::memory_order_relaxed) >> kLoopShift) + 1;
+  state_.store(loop << kLoopShift | kOpen, std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   take(0);
-  for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
+  state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  for (int spins = 0; state_.load(std::memory_order_acquire) & kInside; ++spins) {
     if (spins < kSpins) {
       pause();
     } else {
@@ -65,23 +69,28 @@ void ThreadPool::run_loop(int n, Body body, const void* context) {
 }
 
 void ThreadPool::work(int thread) {
-  unsigned seen = 0;
-  for (;;) {
-    int spins = 0;
-    while (generation_.load(std::memory_order_acquire) == seen) {
-      if (++spins < kSpins) {
-        pause();
-        continue;
+  uint64_t seen = 0;  // the last loop that was joined or missed
+  for (int spins = 0; !stop_.load(std::memory_order_relaxed);) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    if (state >> kLoopShift != seen) {
+      if (!(state & kOpen)) {
+        seen = state >> kLoopShift;
+      } else if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+        seen = state >> kLoopShift;
+        take(thread);
+        state_.fetch_sub(1, std::memory_order_acq_rel);
       }
-      std::unique_lock<std::mutex> lock(mutex_);
-      sleeping_.fetch_add(1, std::memory_order_seq_cst);
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_seq_cst) != seen; });
-      sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+      spins = 0;
+      continue;
     }
-    ++seen;
-    if (stop_.load()) return;
-    take(thread);
-    running_.fetch_sub(1, std::memory_order_release);
+    if (++spins < kSpins) {
+      pause();
+      continue;
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    wake_.wait(lock, [&] { return stop_ || state_.load(std::memory_order_seq_cst) >> kLoopShift != seen; });
+    sleeping_.fetch_sub(1, std::memory_order_seq_cst);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -40,9 +41,10 @@ class ThreadPool {
 
   int num_threads_;
   std::vector<std::thread> threads_;
-  std::atomic<unsigned> generation_{0};
+  // Upper half: which loop. Bit 31: it can be joined. The rest: workers inside. What a loop is (n_, body_, context_) changes
+  // only while nobody is inside and nobody can join.
+  std::atomic<uint64_t> state_{0};
   std::atomic<int> next_{0};
-  std::atomic<int> running_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
   int n_ = 0;

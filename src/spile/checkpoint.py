@@ -24,6 +24,7 @@ from spile.safetensors import read_header, strict_json
 INDEX_NAME = "model.safetensors.index.json"
 _LARGEST_CONFIG_NBYTES = 10_000_000
 _LARGEST_INDEX_NBYTES = 100_000_000
+_LONGEST_NAME_NBYTES = 255  # of a file, on every file system in use
 _FLASH_HEAD_NAME = "model-flashhead.safetensors"  # optional, lies beside the shards on purpose
 _SHARD_OF = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".incomplete", ".part")
@@ -152,7 +153,7 @@ def read_json_object(path: Path, *, largest_nbytes: int, allow_nan: bool = False
     Raises:
         CheckpointError: it is unreadable, too large, not UTF-8, not JSON or not an object.
     """
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a regular file")
     try:
         with path.open("rb") as file:
@@ -179,8 +180,9 @@ def read_json_object(path: Path, *, largest_nbytes: int, allow_nan: bool = False
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file name from an index stays inside its folder."""
-    return name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", "\0", ":"))
+    """Whether a file name from an index stays inside its folder, and is one that a file can have."""
+    fits = len(name.encode("utf-8", "replace")) <= _LONGEST_NAME_NBYTES
+    return fits and name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", "\0", ":"))
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

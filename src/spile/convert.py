@@ -142,7 +142,13 @@ def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     return packed.view("<u4")
 
 
-def convert_folder(source: Path, destination: Path, *, progress: Progress | None = None) -> None:
+def convert_folder(
+    source: Path,
+    destination: Path,
+    *,
+    progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
+) -> None:
     """Convert a BF16 Maple folder; the new folder appears when it is complete. Reads and writes whole models.
 
     Raises:
@@ -156,7 +162,7 @@ def convert_folder(source: Path, destination: Path, *, progress: Progress | None
     total = sum(spec.nbytes for spec in specs)
     parts = split_shards(specs, min(-(-total // _LARGEST_SHARD_NBYTES), count_units(specs)))
     reader = _Reader(model, progress)
-    with atomic_folder(destination, total) as partial:
+    with atomic_folder(destination, total, on_note) as partial:
         for name, part in parts.items():
             with ShardWriter(partial / name, part) as shard:
                 for spec in part:

@@ -31,12 +31,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spile.checkpoint import Checkpoint
+from spile.checkpoint import Checkpoint, read_json_object
 from spile.errors import CheckpointError, ReadError, WriteError
 
 FORMAT = 1
 READ_NBYTES = 4 << 20  # one pread; larger ones are no faster here
 DIGEST_NBYTES = 16  # SHA-256, cut: a record of the 20B model is 0.7 MB instead of 1.3
+LARGEST_RECORD_NBYTES = 100_000_000
 SHIPPED_RECORDS = Path(__file__).parent / "records"  # made by `spile verify MODEL --manifest FILE`
 
 Digests = Mapping[str, tuple[str, ...]]  # tensor name, or "config.json" -> one digest, or one an expert
@@ -91,16 +92,17 @@ def check_files(
 ) -> FileCheck:
     """Digest every tensor and compare with the manifest, or else with the records and the hub.
 
-    A manifest that does not exist yet is written. `record` takes the files as they are now for good and
+    A manifest that does not exist yet is written, into a folder that exists. `record` takes the files as they are now for good and
     replaces what was recorded of them. `on_progress` gets bytes done and in all, from any thread. Reads the
     whole checkpoint.
 
     Raises:
         ReadError: a file ends early or cannot be read.
-        CheckpointError: the manifest is not one of this model.
+        CheckpointError: the manifest is not one of this model, or is no regular file.
         WriteError: the manifest cannot be written.
     """
     start = time.perf_counter()
+    older = None if manifest is None else _read_manifest(manifest, checkpoint, record=record)
     meter = _Meter(checkpoint, on_progress)
     digests = _digest(checkpoint, meter)
     compared_with: list[str] = []
@@ -109,13 +111,7 @@ def check_files(
     recorded_in: str | None = None
 
     if manifest is not None:
-        if manifest.exists() and not record:
-            older = _read_records(manifest, _key(checkpoint))
-            if not older:
-                raise CheckpointError(
-                    f"{manifest} holds no digests of a model with the tensors of {checkpoint.folder}",
-                    "Name the manifest of this model, or a file that does not exist, which is then written.",
-                )
+        if older:
             compared_with.append(f"the manifest {manifest}")
             candidates: list[list[str]] = [_differences(each["digests"], digests) for each in older]
             fewest: list[str] = min(candidates, key=len)
@@ -128,17 +124,20 @@ def check_files(
             _write_records(manifest, _key(checkpoint), [record_of_copies])
             recorded_in = str(manifest)
     else:
-        found = None if record else _compare_with_records(checkpoint, digests)
+        found, unusable = (None, {}) if record else _compare_with_records(checkpoint, digests)
         if found is not None:
-            compared_with.append(found[0])
-            damaged += found[1]
+            compared_with.append(found.where)
+            damaged += found.differences
+            notes += [found.note] if found.note else []
         hub_shards = [(path, name) for path in checkpoint.shards if (name := _hub_sha256(path))]
         if hub_shards:
             compared_with.append(f"the hub's SHA-256 of {len(hub_shards)} of {len(checkpoint.shards)} shards")
             damaged += _compare_with_hub(hub_shards)
         if found is None and not damaged:
-            recorded_in, note = _add_record(checkpoint, digests)
-            notes += [note] if note else []
+            recorded_in, more = _add_record(checkpoint, digests)
+            notes += more
+            unusable.pop(_record_path(checkpoint), None)  # it was said that this was made again
+        notes += [f"the record {path} was not used: {why}" for path, why in unusable.items()]
 
     return FileCheck(
         compared_with=tuple(compared_with),
@@ -265,25 +264,50 @@ def _differences(older: Mapping[str, Any], newer: Digests) -> list[str]:
     return names
 
 
-def _compare_with_records(checkpoint: Checkpoint, digests: Digests) -> tuple[str, list[str]] | None:
-    """Return the record that fits best and what differs from it; None when this model was not seen before.
+@dataclass(frozen=True)
+class _Comparison:
+    """What one record says of a checkpoint."""
+
+    where: str
+    differences: list[str]
+    note: str | None
+
+
+def _compare_with_records(
+    checkpoint: Checkpoint, digests: Digests
+) -> tuple[_Comparison | None, dict[Path, str]]:
+    """Compare with the record that fits best, None when this model was not seen before; also say which files
+    of records could not be used, and why.
 
     A copy with the same kind of tensors of which most differ is another model and not a damaged one, unless
-    it lies in the very folder that was recorded.
+    it lies in the very folder that was recorded. Only the weights of a copy have to be the same: two ways to
+    the same weights, such as a download and `convert`, write config.json in two ways.
     """
     key, folder = _key(checkpoint), str(checkpoint.folder.resolve())
-    best: tuple[int, str, list[str]] | None = None
+    best: tuple[tuple[int, bool], _Comparison] | None = None
+    unusable: dict[Path, str] = {}
     sources = [("shipped with spile", path) for path in sorted(SHIPPED_RECORDS.glob("*.json"))]
-    for source, path in [*sources, ("in your cache", records_folder() / f"{key}.json")]:
-        for each in _read_records(path, key):
+    for source, path in [*sources, ("in your cache", _record_path(checkpoint))]:
+        try:
+            records = _read_records(path, key)
+        except CheckpointError as error:
+            unusable[path] = str(error)
+            continue
+        for each in records:
             names = _differences(each["digests"], digests)
+            weights = [name for name in names if name != "config.json"]
             same_folder = each["folder"] == folder
-            if (same_folder or 2 * len(names) < sum(map(len, digests.values()))) and (
-                best is None or len(names) < best[0]
-            ):
-                where = "" if same_folder or not each["folder"] else f" of {each['folder']}"
-                best = len(names), f"the record{where} {source}, made {each['recorded']}", names
-    return best[1:] if best else None
+            if not same_folder and 2 * len(weights) >= sum(map(len, digests.values())):
+                continue
+            rank = len(weights), not same_folder
+            if best is None or rank < best[0]:
+                of = "" if same_folder or not each["folder"] else f" of {each['folder']}"
+                where = f"the record{of} {source}, made {each['recorded']}"
+                note = (
+                    None if same_folder or names == weights else f"config.json differs from that of {where}"
+                )
+                best = rank, _Comparison(where, names if same_folder else weights, note)
+    return (best[1] if best else None), unusable
 
 
 def _hub_sha256(path: Path) -> str | None:
@@ -315,23 +339,57 @@ def _record_of(checkpoint: Checkpoint, digests: Digests) -> dict[str, Any]:
     return {"folder": str(checkpoint.folder.resolve()), "recorded": recorded, "digests": digests}
 
 
+def _record_path(checkpoint: Checkpoint) -> Path:
+    return records_folder() / f"{_key(checkpoint)}.json"
+
+
+def _read_manifest(path: Path, checkpoint: Checkpoint, *, record: bool) -> list[dict[str, Any]] | None:
+    """Return the records to compare with, or None for a manifest that is to be written. Looks at all that can
+    be wrong with it before the weights are read.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"the manifest {path} is not a regular file")
+    if record or not os.path.exists(path):
+        if not os.path.isdir(path.parent):
+            raise WriteError(f"the manifest {path} cannot be written: there is no folder {path.parent}")
+        return None
+    older = _read_records(path, _key(checkpoint))
+    if not older:
+        raise CheckpointError(
+            f"{path} holds no digests of a model with the tensors of {checkpoint.folder}",
+            "Name the manifest of this model, or a file that does not exist, which is then written.",
+        )
+    return older
+
+
 def _read_records(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the records in a file; none when it does not exist or is not a file of records of this kind of
-    model."""
-    try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT or content["key"] != key:
-            return []
-        return [each for each in content["records"] if {"folder", "recorded", "digests"} <= each.keys()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    """Return the records in a file; none when it does not exist or is about another kind of model.
+
+    Raises: CheckpointError when it cannot be read as a file of records.
+    """
+    if not os.path.exists(path):
         return []
+    content = read_json_object(path, largest_nbytes=LARGEST_RECORD_NBYTES)
+    records = content.get("records")
+    if content.get("format") != FORMAT or not isinstance(records, list) or not all(map(_is_record, records)):
+        raise CheckpointError(f"{path} is not a file of digests that this version of spile wrote")
+    return records if content.get("key") == key else []
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("folder"), str)
+        and isinstance(value.get("recorded"), str)
+        and isinstance(value.get("digests"), dict)
+        and all(isinstance(hexes, list) for hexes in value["digests"].values())
+    )
 
 
 def _write_records(path: Path, key: str, records: list[dict[str, Any]]) -> None:
-    """Write a file of records, whole or not at all."""
+    """Write a file of records, whole or not at all, into a folder that exists."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with partial.open("w") as file:
                 json.dump({"format": FORMAT, "key": key, "records": records}, file, separators=(",", ":"))
@@ -342,21 +400,29 @@ def _write_records(path: Path, key: str, records: list[dict[str, Any]]) -> None:
         raise WriteError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _add_record(checkpoint: Checkpoint, digests: Digests) -> tuple[str | None, str | None]:
-    """Record in the user's cache, in place of this folder's older record; return the file, or None and why
-    not."""
-    key = _key(checkpoint)
-    path = records_folder() / f"{key}.json"
-    new = _record_of(checkpoint, digests)
-    kept = [each for each in _read_records(path, key) if each["folder"] != new["folder"]]
+def _add_record(checkpoint: Checkpoint, digests: Digests) -> tuple[str | None, list[str]]:
+    """Record in the user's cache, in place of this folder's older record; return the file, or None, and what
+    did not go as it should.
+    """
+    path, new, notes = _record_path(checkpoint), _record_of(checkpoint, digests), []
     try:
-        _write_records(path, key, [*kept, new])
-    except WriteError as error:
-        return None, f"not recorded: {error}"
-    return str(path), None
+        kept = [each for each in _read_records(path, _key(checkpoint)) if each["folder"] != new["folder"]]
+    except CheckpointError as error:
+        kept = []
+        notes.append(f"the record {path} is damaged and was made again: {error}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_records(path, _key(checkpoint), [*kept, new])
+    except (OSError, WriteError) as error:
+        return None, [f"not recorded: {error}"]
+    return str(path), notes
 
 
-def record_files(checkpoint: Checkpoint, *, on_progress: Callable[[int, int], None] | None = None) -> None:
-    """Record a checkpoint that was just written, so that later damage is found. Reads it whole; never fails
-    for a full or read-only cache folder."""
-    _add_record(checkpoint, _digest(checkpoint, _Meter(checkpoint, on_progress)))
+def record_files(
+    checkpoint: Checkpoint, *, on_progress: Callable[[int, int], None] | None = None
+) -> tuple[str, ...]:
+    """Record a checkpoint that was just written, so that later damage is found; return notes. Reads it whole;
+    never fails for a full or read-only cache folder.
+    """
+    _, notes = _add_record(checkpoint, _digest(checkpoint, _Meter(checkpoint, on_progress)))
+    return tuple(notes)

@@ -7,10 +7,11 @@ together; later prompts borrow the pool's memory for as long as they are being e
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.errors import OptionError, SpileError, TextError, UnsupportedModelError
+from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError
 from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
 from spile.held import Held
 from spile.options import Sampling, sampling_of
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from spile.engines import EngineOptions
     from spile.engines.base import Counters, Engine
 
+# Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
+# characters one at most.
+_LONGEST_ENTRY = 3 * 128
 _LARGEST_CONVERTED_NBYTES = 64_000_000  # a bf16 source this small, once packed, is converted on the fly
 _PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary rows 0.13
 
@@ -61,7 +65,7 @@ class Model:
         config: Mapping[str, Any],
         sidecar: Sidecar,
         tokenizer: Tokenizer | None,
-        context: int,
+        plan_context: Callable[[], int],
         vocab_size: int,
         folder: Path | None = None,
         on_note: OnNote | None = None,
@@ -74,7 +78,9 @@ class Model:
         self._engine: Engine | None = None
         self._config = config
         self._sidecar = sidecar
-        self._context = context
+        self._plan_context = plan_context
+        self._planned_context: int | None = None
+        self._lock = threading.RLock()
         self._on_note = on_note or _warn
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
@@ -89,7 +95,11 @@ class Model:
     @property
     def context(self) -> int:
         """The most tokens that a prompt and its answer can have together."""
-        return self._context if self._engine is None else self._engine.context
+        if self._engine is not None:
+            return self._engine.context
+        if self._planned_context is None:
+            self._planned_context = self._plan_context()
+        return self._planned_context
 
     @property
     def summary(self) -> str | None:
@@ -136,11 +146,8 @@ class Model:
         check_prompt(len(token_ids), self.context)
         engine = self._opened()
         check_prompt(len(token_ids), engine.context)
-        state = engine.new_state()
-        try:
+        with self._alone(), closing(engine.new_state()) as state:
             return engine.logits(state, token_ids)
-        finally:
-            state.close()
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer a prompt. Arguments and errors as in `stream`."""
@@ -263,13 +270,18 @@ class Model:
                 "Put the model's tokenizer.json beside its weights.",
             )
         source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
-        self._make_room(self.tokenizer, source.text)
+        with self._alone():
+            return self._encode_text(self.tokenizer, source, held)
+
+    def _encode_text(self, tokenizer: Tokenizer, source: PromptText, held: Held | None) -> _Encoded:
+        self._check_length(source.text)
+        self._make_room(tokenizer, source.text)
         token_ids = None
         rest = None if held is None else held.rest_of(source.text)
         if held is not None and rest:
-            token_ids = self.tokenizer.extend(held.token_ids, held.token_ids[held.num_prompt :], rest)
+            token_ids = tokenizer.extend(held.token_ids, held.token_ids[held.num_prompt :], rest)
         if token_ids is None:
-            token_ids = self.tokenizer.encode(source.text)
+            token_ids = tokenizer.encode(source.text)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise TextError(
@@ -294,6 +306,17 @@ class Model:
                     f"logit_bias names token id {token_id}, none of the model's: they go from 0 to {last:,}"
                 )
 
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that no encoding can fit into the context, before it is encoded: that takes memory."""
+        context = self.context
+        least = len(text) // _LONGEST_ENTRY
+        if least > context:
+            raise ContextError(
+                f"the prompt has {len(text):,} characters, {least:,} tokens at the very least, and the context "
+                f"holds {context:,}",
+                "Shorten the prompt, or ask for a larger context if the model has one.",
+            )
+
     def _make_room(self, tokenizer: Tokenizer, text: str) -> None:
         """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""
         if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
@@ -303,10 +326,28 @@ class Model:
         with closing(chunks):
             while True:
                 self._check_open()
-                try:
-                    yield next(chunks)
-                except StopIteration:
-                    return
+                with self._alone():
+                    try:
+                        chunk = next(chunks)
+                    except StopIteration:
+                        return
+                yield chunk
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep a second thread out while this one computes.
+
+        Raises: SpileError for the second one.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise SpileError(
+                "this model is computing for another thread",
+                "Use one model from one thread at a time, or load it once a thread.",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
         checked = [int(token_id) for token_id in token_ids]
@@ -322,7 +363,8 @@ class Model:
     def _opened(self) -> Engine:
         self._check_open()
         if self._engine is None:
-            self._engine = self._open_engine()
+            with self._alone():
+                self._engine = self._open_engine()
             for note in self._engine.notes:
                 self._on_note(note)
         return self._engine
@@ -395,7 +437,7 @@ def load(
             config=checkpoint.config,
             sidecar=sidecar,
             tokenizer=tokenizer,
-            context=context or maple.config.max_position_embeddings,
+            plan_context=lambda: _plan_context(maple, options),
             vocab_size=maple.config.vocab_size,
             folder=folder,
             on_note=tell,
@@ -413,6 +455,13 @@ def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer: Tokenizer
     from spile.engines import open_engine
 
     return open_engine(maple, options)
+
+
+def _plan_context(maple: MapleModel, options: EngineOptions) -> int:
+    from spile.experts import ExpertTable
+    from spile.plan import make_plan
+
+    return make_plan(maple, ExpertTable(maple), options).context
 
 
 def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spile.architectures.maple import PROJECTIONS, MapleConfig, MapleModel
 from spile.engines import EngineOptions
-from spile.errors import BudgetError
+from spile.errors import BudgetError, ReadError
 from spile.experts import ExpertTable
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes
@@ -71,18 +71,29 @@ class Plan:
 def make_plan(model: MapleModel, table: ExpertTable, options: EngineOptions) -> Plan:
     """Decide. Cost: reads /proc and file sizes.
 
-    Raises: BudgetError when the smallest plan does not fit; the message holds the smallest budget that does.
+    Raises:
+        BudgetError: the smallest plan does not fit; the message holds the smallest budget that does.
+        ReadError: a shard is gone.
     """
     process = current_memory_bytes()
     available = available_memory_bytes()
     budget = options.memory_bytes
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
-    total = sum(path.stat().st_size for path in model.checkpoint.shards)
+    total = _shard_nbytes(model)
     num_experts = sum(table.num_experts for layer in range(table.num_layers) if table.is_moe(layer))
     if options.slots is None and options.io in ("auto", "mapped"):
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
-        if plan.parts.total <= room or options.io == "mapped" or not num_experts:
+        if plan.parts.total <= room or not num_experts:
             return plan
+        if options.io == "mapped":
+            if budget is None:
+                return plan
+            needed = plan.parts.total
+            raise BudgetError(
+                f"{model.checkpoint.folder} takes {format_size(needed)} mapped whole, "
+                f"and the budget is {format_size(room)}",
+                f"Give --memory {-(-needed // 1_000_000)}MB or more, or leave out --io mapped.",
+            )
     is_direct = options.io == "direct"
     if options.io == "auto":
         # Read buffered where memory outside the budget could keep the whole checkpoint warm, for nothing;
@@ -173,6 +184,13 @@ def _pool_plan(
         budget_nbytes=room,
         parts=parts(chunk, context, num_head_rows, num_slots),
     )
+
+
+def _shard_nbytes(model: MapleModel) -> int:
+    try:
+        return sum(path.stat().st_size for path in model.checkpoint.shards)
+    except OSError as error:
+        raise ReadError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def kv_nbytes(config: MapleConfig, context: int, chunk: int, kv_bits: int) -> int:

@@ -100,7 +100,7 @@ def guess_content(start: bytes) -> str:
         return "it begins with zeros: an incomplete download that only reserved its space"
     if start and not start.strip(b"\xff"):
         return "it holds no header: damaged, or blank flash or disk"
-    return "it is not a safetensors file, or its beginning is damaged"
+    return "its beginning is damaged, or is that of another kind of file"
 
 
 def strict_json(text: str) -> Any:

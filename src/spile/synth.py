@@ -133,6 +133,7 @@ def write_checkpoint(
     shards: int | None = None,
     group_scales: bool = False,
     progress: Progress | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> None:
     """Write a random checkpoint; the folder appears when it is complete.
 
@@ -149,7 +150,7 @@ def write_checkpoint(
     if not 1 <= count <= count_units(specs):
         raise OptionError(f"{count} shards are not possible: this shape can fill 1 to {count_units(specs)}")
     total, done = sum(spec.nbytes for spec in specs), 0
-    with atomic_folder(folder, total) as partial:
+    with atomic_folder(folder, total, on_note) as partial:
         parts = split_shards(specs, count)
         for name, part in parts.items():
             with ShardWriter(partial / name, part) as shard:

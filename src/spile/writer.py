@@ -2,19 +2,21 @@
 
 A shard's header is written first, from names, dtypes and shapes alone; the bytes then come in any order
 and in pieces of any size, so nothing has to be held. A folder is written under another name beside its
-destination, renamed at the end, and removed on any error or interruption. It does not know what the
+destination, renamed at the end, and removed on any error or interruption; what a killed process left is removed by the
+next one that writes the same folder. It does not know what the
 tensors mean.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -151,8 +153,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
+def atomic_folder(
+    destination: Path, needed_nbytes: int, on_note: Callable[[str], None] | None = None
+) -> Iterator[Path]:
     """Give a temporary folder beside `destination` that becomes it when the block ends without an error.
+    Removes those of processes that were killed; `on_note` gets a sentence about each.
 
     Raises:
         WriteError: the destination is taken, the disk lacks room or fills up, or writing is refused.
@@ -164,7 +169,12 @@ def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
     except OSError as error:
         raise _refused(destination, error) from error
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    lock = -1
     try:
+        for leftover in _leftovers(target):
+            _remove(leftover)
+            if on_note is not None and not leftover.exists():
+                on_note(f"removed {leftover}, which a run that was killed left behind")
         free = shutil.disk_usage(target.parent).free
         if free < needed_nbytes + _RESERVE_NBYTES:
             raise WriteError(
@@ -172,6 +182,7 @@ def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
                 f"{free / 1e6:,.0f} MB are free"
             )
         partial.mkdir()
+        lock = _lock(partial)
         yield partial
         partial.rename(target)
     except BaseException as error:
@@ -184,6 +195,56 @@ def atomic_folder(destination: Path, needed_nbytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _refused(destination, error) from error
         raise
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def _leftovers(target: Path) -> Iterator[Path]:
+    """Yield temporary folders of this destination that nobody writes any more: the process in their name is
+    gone, and none holds their lock, as one in another container would.
+    """
+    start = f".{target.name}.partial-"
+    try:
+        names = sorted(os.listdir(target.parent))
+    except OSError:
+        return
+    for name in names:
+        folder, number = target.parent / name, name.removeprefix(start)
+        is_ours = name.startswith(start) and number.isascii() and number.isdigit() and len(number) < 10
+        if not is_ours or folder.is_symlink() or not folder.is_dir() or _is_alive(int(number)):
+            continue
+        with suppress(OSError):  # what cannot be locked stays
+            os.close(_lock(folder))
+            yield folder
+
+
+def _is_alive(process: int) -> bool:
+    if process == os.getpid():
+        return False  # of an earlier process with our number
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is someone else's
+    return True
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for as long as the descriptor that is returned stays open, where the file system can.
+
+    Raises: BlockingIOError when another process has it.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    except OSError:
+        pass
+    return file
 
 
 def _remove(folder: Path) -> None:

@@ -21,6 +21,8 @@ from spile.commands.flags import (
 )
 from spile.errors import OptionError
 
+_LONGEST_PROMPT_NBYTES = 16_000_000  # of standard input: more than any context holds
+
 
 @command
 def generate(
@@ -160,7 +162,11 @@ def _read_prompt(argument: str | None, flag: str | None) -> str:
         except UnicodeEncodeError as error:
             raise OptionError(f"the prompt is not valid UTF-8 at character {error.start:,}") from error
         return text
-    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    data = sys.stdin.buffer.read(_LONGEST_PROMPT_NBYTES + 1) if sys.stdin is not None else b""
+    if len(data) > _LONGEST_PROMPT_NBYTES:
+        raise OptionError(
+            f"standard input is longer than the {_LONGEST_PROMPT_NBYTES:,} bytes that a prompt may have"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

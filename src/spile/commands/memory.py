@@ -61,6 +61,7 @@ def plan(
 
     maple = _open(source, offline)
     options = EngineOptions(memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits)
+    _load_text(maple)
     made = make_plan(maple, ExpertTable(maple), options)
     measured = probe_machine(maple, options.threads or physical_cores()) if probe else None
     expected = None if measured is None else forecast(maple, made, measured)
@@ -134,6 +135,15 @@ def _open(source: str | None, offline: bool) -> MapleModel:
             f"Convert them once: spile convert {maple.checkpoint.folder} NEW_FOLDER",
         )
     return maple
+
+
+def _load_text(maple: MapleModel) -> None:
+    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
+    from spile.model import load
+
+    with load(maple.checkpoint.folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
+        if model.tokenizer is not None:
+            model.encode("Once upon a time", raw=True)
 
 
 def _plan_lines(maple: MapleModel, made: Plan, expected: Forecast | None) -> list[str]:

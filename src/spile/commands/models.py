@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -48,18 +48,25 @@ def verify(
     """Prove that a model's answer does not depend on memory, threads or chunks."""
     source = one_of("MODEL", model_argument, "--model", model)
     budgets = [nbytes for text in memories or () if (nbytes := size_or_auto(text)) is not None]
+    if not files and (manifest is not None or record):
+        flag = "--record" if manifest is None else "--manifest"
+        raise OptionError(f"--no-files and {flag} contradict each other: give one of the two")
     from spile import verify as certificate
     from spile.commands.generate import json_line
     from spile.terminal import LiveLine, Stdout, bytes_text
 
     stdout, live = Stdout(sys.stdout), LiveLine(sys.stderr)
-    if not json:
-        stdout.write(certificate.heading() + "\n")
+    has_heading = False
 
     def show_row(row: certificate.Row) -> None:
+        nonlocal has_heading
         live.clear()
-        if not json:
-            stdout.write(certificate.line(row) + "\n")
+        if json:
+            return
+        if not has_heading:  # with the first row, so that no error comes under it
+            stdout.write(certificate.heading() + "\n")
+        has_heading = True
+        stdout.write(certificate.line(row) + "\n")
 
     def show_progress(done: int, total: int) -> None:
         live.show(lambda: bytes_text("comparing the files", done, total))
@@ -93,6 +100,7 @@ def verify(
         raise typer.Exit(1)
 
 
+_Result = TypeVar("_Result")
 _SIZES = {  # flag -> field of SynthShape
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -155,7 +163,13 @@ def synth(
     _with_progress(
         "writing",
         lambda progress: write_checkpoint(
-            folder, shape, seed=seed, shards=shards, group_scales=group_scales, progress=progress
+            folder,
+            shape,
+            seed=seed,
+            shards=shards,
+            group_scales=group_scales,
+            progress=progress,
+            on_note=note,
         ),
     )
     _record(folder)
@@ -172,7 +186,9 @@ def convert(
     from spile.hub import resolve
 
     folder = resolve(source, offline=offline)
-    _with_progress("packing", lambda progress: convert_folder(folder, destination, progress=progress))
+    _with_progress(
+        "packing", lambda progress: convert_folder(folder, destination, progress=progress, on_note=note)
+    )
     _record(destination)
 
 
@@ -182,15 +198,19 @@ def _record(folder: Path) -> None:
     from spile.digests import record_files
 
     checkpoint = open_checkpoint(folder)
-    _with_progress("recording digests", lambda progress: record_files(checkpoint, on_progress=progress))
+    notes = _with_progress(
+        "recording digests", lambda progress: record_files(checkpoint, on_progress=progress)
+    )
+    for text in notes:
+        note(text)
     note(f"wrote {folder}", word="")
 
 
-def _with_progress(what: str, work: Callable[[Callable[[int, int], None]], None]) -> None:
+def _with_progress(what: str, work: Callable[[Callable[[int, int], None]], _Result]) -> _Result:
     from spile.terminal import LiveLine, bytes_text
 
     live = LiveLine(sys.stderr)
     try:
-        work(lambda done, total: live.show(lambda: bytes_text(what, done, total)))
+        return work(lambda done, total: live.show(lambda: bytes_text(what, done, total)))
     finally:
         live.clear()

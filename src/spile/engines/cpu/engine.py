@@ -22,7 +22,7 @@ from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError
 from spile.experts import ExpertTable
-from spile.machine import physical_cores
+from spile.machine import memory_limit_bytes, physical_cores
 from spile.mapped import MappedExperts, Touch
 from spile.plan import make_plan
 from spile.policy import Policy
@@ -140,8 +140,16 @@ class CpuEngine:
     @property
     def notes(self) -> tuple[str, ...]:
         """What did not go as asked, one line each."""
-        note = self._store.note if self._store is not None else None
-        return () if note is None else (note,)
+        notes = []
+        if self._store is not None and self._store.note is not None:
+            notes.append(self._store.note)
+        limit, budget = memory_limit_bytes(), self.plan.budget_nbytes
+        if limit is not None and budget is not None and budget > limit:
+            notes.append(
+                f"the control group allows {format_size(limit)}, less than the budget of "
+                f"{format_size(budget)}: the process may be killed"
+            )
+        return tuple(notes)
 
     def new_state(self) -> CpuState:
         config, plan = self._config, self.plan
