@@ -9,10 +9,12 @@
 Names are imported with their first use, so `import spile` costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False  # as type checkers see it; importing `typing` takes time, and no guard of Ctrl-C is up yet
 if TYPE_CHECKING:
+    from typing import Any
+
     from spile.errors import BudgetError as BudgetError
     from spile.errors import CheckpointError as CheckpointError
     from spile.errors import ContextError as ContextError
@@ -85,6 +87,8 @@ def __getattr__(name: str) -> Any:
     module = _NAME_TO_MODULE.get(name)
     if module is None:
         raise AttributeError(f"module 'spile' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"spile.{module}"), name)
 
 

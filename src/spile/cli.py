@@ -39,7 +39,9 @@ app.add_typer(bench)
 
 def _show_version(value: bool) -> None:
     if value:
-        print(f"spile {__version__}")
+        from spile.terminal import Stdout
+
+        Stdout(sys.stdout).write(f"spile {__version__}\n")
         raise typer.Exit
 
 
@@ -84,6 +86,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # What is still buffered must not fail again when Python flushes it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError:
+        if door.debug:
+            traceback.print_exc()
+        note("not enough memory: the system gave this process no more", word="error: ")
+        note("Give a smaller --memory, or more room to the process (ulimit -v, a container's limit).", word="hint: ")
+        return 1
     except Exception as error:  # the outer door: anything else is a fault of ours
         if _is_usage_error(error):
             note(" ".join(str(error.format_message()).split()), word="error: ")  # type: ignore[attr-defined]

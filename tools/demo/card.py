@@ -89,8 +89,9 @@ words of a small child. It knows nothing else: what it says is not advice, and n
 
 Quantization-aware from the first step (straight-through): the weights in the files are the weights that were
 trained. {seen:.1f} M tokens in {steps:,} steps of {options.batch} x {options.row_tokens}, {passes:.1f} \
-passes over {num_stories:,} stories; {minutes:.0f} minutes on a CPU. In each pass a story is
-plain text, or the answer to a request, or the answer to its own first words.
+passes over
+{num_stories:,} stories; {minutes:.0f} minutes on a CPU. In each pass a story is plain text, or the answer to a
+request, or the answer to its own first words.
 
 | loss on {options.num_held_out} held-out stories, nats a token, in float32 | |
 | --- | --- |

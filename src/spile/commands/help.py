@@ -5,6 +5,7 @@ It does not know the commands. Rich, which typer would use, needs twice the rows
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,9 @@ class HelpCommand(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         return command_help(self, ctx)
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return _through_stdout(super().get_help_option(ctx))
+
 
 class HelpGroup(TyperGroup):
     """A command that has commands: its help lists them."""
@@ -43,6 +47,9 @@ class HelpGroup(TyperGroup):
         lines = [f"Usage: {ctx.command_path} COMMAND ...", *_sentences(self), "", "Commands"]
         lines += [*_table(commands, width), "Flags", *_table(flags, width)]
         return "\n".join([*lines, f"'{ctx.command_path} COMMAND --help' says more."])
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _through_stdout(super().get_help_option(ctx))
 
 
 def command_help(command: Any, context: Any) -> str:
@@ -75,6 +82,21 @@ def _help_texts(command: Any, context: Any) -> Iterator[tuple[str, str]]:
     yield context.command_path, command.get_help(context)
     for name, inner in getattr(command, "commands", {}).items():
         yield from _help_texts(inner, inner.make_context(name, [], parent=context, resilient_parsing=True))
+
+
+def _through_stdout(option: Any) -> Any:
+    """Let the help option write as the commands do: with an error in one sentence where that fails."""
+    if option is not None:
+        option.callback = _show_help
+    return option
+
+
+def _show_help(context: Any, parameter: Any, value: bool) -> None:
+    from spile.terminal import Stdout
+
+    if value and not context.resilient_parsing:
+        Stdout(sys.stdout).write(context.get_help() + "\n")
+        context.exit()
 
 
 def _sentences(command: Any) -> list[str]:

@@ -58,9 +58,12 @@ def plan(
     from spile.forecast import forecast, probe_machine
     from spile.machine import physical_cores
     from spile.plan import make_plan
+    from spile.terminal import Stdout
 
-    maple = _open(source, offline)
+    stdout = Stdout(sys.stdout)
     options = EngineOptions(memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits)
+    maple = _open(source, offline)
+    options.check_context(maple.config.max_position_embeddings)
     _load_text(maple)
     made = make_plan(maple, ExpertTable(maple), options)
     measured = probe_machine(maple, options.threads or physical_cores()) if probe else None
@@ -68,15 +71,14 @@ def plan(
     if json:
         from spile.commands.generate import json_line
 
-        print(json_line(_as_dict(maple, made, expected)))
+        stdout.write(json_line(_as_dict(maple, made, expected)))
         return
-    for line in _plan_lines(maple, made, expected):
-        print(line)
+    stdout.write("\n".join(_plan_lines(maple, made, expected)) + "\n")
 
 
 @bench.command(cls=HelpCommand)
 def trace(
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace (.npy).")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace (.npz).")],
     model: Model_ = None,
     tokens: Annotated[int, option("--tokens", help="Tokens to decode.")] = 256,
     prompt: Annotated[str, option("--prompt", help="What to begin with.")] = "Once upon a time",
@@ -85,9 +87,11 @@ def trace(
     debug: Debug = False,
 ) -> None:
     """Record which experts the router chooses while a model writes."""
-    from spile.bench import record_trace
-    from spile.terminal import LiveLine
+    from spile.bench import check_destination, record_trace
+    from spile.terminal import LiveLine, Stdout
 
+    stdout = Stdout(sys.stdout)
+    check_destination(out)
     live = LiveLine(sys.stderr)
     recorded = record_trace(
         model, prompt, tokens, seed, offline=offline,
@@ -96,30 +100,32 @@ def trace(
     live.clear()
     recorded.save(out)
     N, L, K = recorded.ids.shape
-    print(f"{out}: {N} tokens, {L} layers, {K} of {recorded.num_experts} experts each")
+    stdout.write(f"{out}: {N} tokens, {L} layers, {K} of {recorded.num_experts} experts each\n")
 
 
 @bench.command(cls=HelpCommand)
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that `bench trace` wrote.")],
-    model: Model_ = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Compare policies on a trace, and say what more memory would buy."""
     from spile.bench import Recorded, replay_rows
+    from spile.terminal import Stdout
 
+    stdout = Stdout(sys.stdout)
     rows = replay_rows(Recorded.load(file))
     if json:
         from spile.commands.generate import json_line
 
-        print(json_line({"trace": str(file), "rows": rows}))
+        stdout.write(json_line({"trace": str(file), "rows": rows}))
         return
     names = [name for name in rows[0] if name not in ("num_slots", "share")]
-    print(f"{'slots':>7} {'share':>6} " + " ".join(f"{name:>14}" for name in names))
+    lines = [f"{'slots':>7} {'share':>6} " + " ".join(f"{name:>14}" for name in names)]
     for row in rows:
         rates = " ".join(f"{row[name]:>14.1%}" for name in names)
-        print(f"{row['num_slots']:>7,} {row['share']:>6.1%} {rates}")
+        lines.append(f"{row['num_slots']:>7,} {row['share']:>6.1%} {rates}")
+    stdout.write("\n".join(lines) + "\n")
 
 
 def _open(source: str | None, offline: bool) -> MapleModel:

@@ -6,9 +6,10 @@ It does not know how an engine works.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
-from spile.errors import OptionError
+from spile.errors import OptionError, quote
 
 if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
@@ -46,8 +47,18 @@ class EngineOptions:
             ("prefill_chunk", self.prefill_chunk, 2**16),
             ("slots", self.slots, 2**30),
         ):
-            if value is not None and (isinstance(value, bool) or not 1 <= value <= most):
-                raise OptionError(f"{name} is {value!r}: it must be an integer from 1 to {most:,}")
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= most:
+                raise OptionError(f"{name} is {quote(value)}: it must be an integer from 1 to {most:,}")
+
+    def check_context(self, longest: int) -> None:
+        """Check the context against the longest that the model was made for.
+
+        Raises: OptionError with both numbers.
+        """
+        if self.context is not None and self.context > longest:
+            raise OptionError(f"context is {self.context:,}: this model can have at most {longest:,} tokens")
 
 
 def open_engine(model: MapleModel, options: EngineOptions) -> Engine:
@@ -64,5 +75,5 @@ def open_engine(model: MapleModel, options: EngineOptions) -> Engine:
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices or isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}: it must be one of {', '.join(map(str, choices))}")
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise OptionError(f"{name} is {quote(value)}: it must be one of {', '.join(map(str, choices))}")

@@ -144,7 +144,7 @@ class CpuEngine:
         if self._store is not None and self._store.note is not None:
             notes.append(self._store.note)
         limit, budget = memory_limit_bytes(), self.plan.budget_nbytes
-        if limit is not None and budget is not None and budget > limit:
+        if limit is not None and budget is not None and budget > limit + 1_000_000:  # limits are whole pages
             notes.append(
                 f"the control group allows {format_size(limit)}, less than the budget of "
                 f"{format_size(budget)}: the process may be killed"
