@@ -1,3 +1,4 @@
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 
 from spile.bench import Recorded, record_trace, replay_rows
 from spile.cli import run
-from spile.errors import CheckpointError, OptionError
+from spile.errors import CheckpointError, OptionError, WriteError
 
 
 def test_trace_is_recorded_saved_read_and_replayed(golden: Path, tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def test_trace_is_recorded_saved_read_and_replayed(golden: Path, tmp_path: Path)
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"PK\x03\x04" + bytes(40)])
 def test_file_that_is_no_trace_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(CheckpointError, match="is no trace"):
+    with pytest.raises(CheckpointError, match=r"is not a trace that `spile bench trace` wrote$"):
         Recorded.load(tmp_path / "x.npz")
 
 
@@ -75,3 +76,49 @@ def test_bench_commands_make_a_table(
     assert "optimal" in capsys.readouterr().out
     assert run(["bench", "replay", str(trace), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][-1]["share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "99999"], "tokens is 99,999: the context holds"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--seed", "-1"], "seed is -1"),
+    ],
+)
+def test_numbers_out_of_range_are_usage_errors(
+    arguments: list[str], message: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "trace.npz"
+    assert run(["bench", "trace", str(out), "-m", str(golden / "mlx-2bit"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broke: a full disk left a file of no bytes, in place of an older trace."""
+    (tmp_path / "x.npz").write_bytes(b"older")
+
+    def fail(file: object, **arrays: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(WriteError, match="No space left"):
+        Recorded(np.zeros((2, 1, 1), np.int32), 4).save(tmp_path / "x.npz")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"older"]
+
+
+def test_place_of_a_trace_is_checked_before_the_model_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, why in ((tmp_path, "not a regular file"), (tmp_path / "nope" / "x", "there is no folder")):
+        assert run(["bench", "trace", str(out), "-m", "no/model"]) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_plan_of_a_context_beyond_the_model_is_refused(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint(max_position_embeddings=256)
+    assert run(["plan", str(folder), "--no-probe", "--context", "257"]) == 2
+    assert "context is 257: this model can have at most 256 tokens" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spile.architectures import open_model
-from spile.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from spile.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_weight_map
 from spile.errors import CheckpointError, ModelNotFoundError, ReadError
 from spile.safetensors import read_header
 
@@ -398,3 +398,12 @@ def test_shards_may_be_links_as_in_the_hubs_cache(
         shutil.move(path, blobs / path.name)
         path.symlink_to(blobs / path.name)
     assert len(open_checkpoint(folder).shards) == 2
+
+
+def test_index_that_names_a_file_no_file_system_has_is_refused(tmp_path: Path) -> None:
+    """Broke: OSError 36, reported as a fault in spile."""
+    index = tmp_path / INDEX_NAME
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(CheckpointError, match="must be plain file names") as caught:
+        read_weight_map(index)
+    assert len(str(caught.value)) < 1000

@@ -683,3 +683,54 @@ def test_closed_stdout_of_help_is_no_noise() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"], ["plan", "--no-probe"]])
+def test_full_disk_is_one_line_for_every_output(arguments: list[str]) -> None:
+    """Broke: "unexpected OSError ... this is a fault in spile"."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "spile", *arguments], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(12, "x"), ImportError("x.so: failed to map segment from shared object")]
+)
+def test_no_memory_is_one_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(source: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("spile.model.load", refuse)
+    assert run(["generate", "Hi"]) == 1
+    assert capfd.readouterr().err.startswith("error: not enough memory: ")
+
+
+@pytest.mark.parametrize("flag", [["--manifest", "m.json"], ["--record"]])
+def test_verify_without_files_has_nothing_to_record(
+    flag: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", "--no-files", *flag]) == 2
+    assert f"--no-files and {flag[0]} contradict each other" in capfd.readouterr().err
+
+
+def test_verify_has_no_table_over_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--tokens", "0"]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "tokens must be at least 1" in err
+
+
+def test_interrupt_during_the_imports_is_quiet() -> None:
+    """Broke: a traceback of whatever was being imported."""
+    code = "import os, signal, sys, spile.__main__ as m\n"
+    code += "class Finder:\n  def find_spec(self, name, *rest):\n"
+    code += "    if name == 'spile.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "sys.meta_path.insert(0, Finder())\nsys.exit(m.main())\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")

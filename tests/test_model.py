@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -518,3 +519,50 @@ def test_mapping_more_than_the_budget_is_refused(golden: Path) -> None:
         pytest.raises(spile.BudgetError, match="mapped whole"),
     ):
         model.logits([1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory", b"1GB"), ("memory", 1e9), ("threads", "2"), ("threads", 2.0), ("context", "7"),
+        ("prefill_chunk", [1]), ("kv_bits", 16.0), ("kv_bits", [16]), ("io", 3), ("activation_bytes", True),
+        ("source", 5), ("source", b"x"), ("chat_template", 5),
+    ],
+)  # fmt: skip
+def test_parameter_of_another_type_is_named(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=rf"^{name} is {re.escape(repr(value))}: it must be"):
+        spile.load(**{name: value})
+
+
+def test_token_ids_of_another_type_are_refused(golden: Path) -> None:
+    with spile.load(golden / "mlx-2bit") as model:
+        for ids in (["a"], [1.5], [None], [True], "ab"):
+            with pytest.raises(OptionError, match="is no whole number"):
+                model.logits(ids)  # type: ignore[arg-type]
+        for none in (None, 5):
+            with pytest.raises(OptionError, match="it must be a list of token ids"):
+                model.logits(none)  # type: ignore[arg-type]
+        assert model.logits(np.array([1, 2])).shape == (2, model.vocab_size)  # type: ignore[arg-type]
+        for prompt in (5, None, 1.5, b"x", iter([1])):
+            with pytest.raises(OptionError, match="it must be text, messages or token ids"):
+                model.stream(prompt)  # type: ignore[arg-type]
+        with pytest.raises(SpileError):
+            model.stream([1.5])  # type: ignore[list-item]
+        for memory in (b"x", 1.5, None, 0):
+            with pytest.raises(OptionError, match="memory is"):
+                model.resize(memory)  # type: ignore[arg-type]
+
+
+def test_closed_model_is_not_entered(golden: Path) -> None:
+    model = spile.load(golden / "mlx-2bit")
+    model.close()
+    with pytest.raises(SpileError, match="was closed"), model:
+        pass
+
+
+def test_context_beyond_the_model_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(max_position_embeddings=256)
+    with pytest.raises(OptionError, match="context is 1,000: this model can have at most 256 tokens"):
+        spile.load(folder, context=1000)
+    with spile.load(folder, context=256) as model:
+        assert model.context == 256

@@ -413,3 +413,12 @@ def test_draw_at_either_end_has_weight(part: float, count: int) -> None:
     weights[count // 3] = 0.3
     assert weights[_draw(weights, part)] > 0
     assert _draw(weights, part) == (count // 3 if part == 0 else count // 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 0}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-7, 1e-6])
+def test_almost_no_temperature_is_greedy_and_warns_of_nothing(temperature: float, options: Any) -> None:
+    """Broke: the gaps divided by 1e-320 overflow."""
+    logits = np.linspace(-1e4, 1e4, 2000, dtype=np.float32)
+    for seed in range(5):
+        assert Sampler(Sampling(temperature=temperature, seed=seed, **options), 2000).sample(logits) == 1999

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -282,3 +283,20 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     done, totals = [one for one, _ in seen], {total for _, total in seen}
     assert done == sorted(done)
     assert totals == {done[-1]}
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    """A run that was killed cannot remove its partial folder; the next one does."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    gone = tmp_path / f".model.partial-{child.pid}"
+    living = tmp_path / f".model.partial-{os.getppid()}"
+    others = [tmp_path / f".other.partial-{child.pid}", tmp_path / ".model.partial-x"]
+    for folder in (gone, living, *others):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    notes: list[str] = []
+    write_checkpoint(tmp_path / "model", PRESETS["tiny"], on_note=notes.append)
+    assert notes == [f"removed {gone}, which a run that was killed left behind"]
+    assert not gone.exists()
+    assert all(folder.exists() for folder in (living, *others))

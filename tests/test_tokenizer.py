@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -325,3 +326,28 @@ def test_text_that_goes_on_from_an_answer_keeps_the_answers_ids(tmp_path: Path) 
     assert tokenizer.extend([120, 97, 98], [97, 98], "") is None
     assert tokenizer.extend([120, end], [end], "<e>y") is None  # the text lacks what this id stands for
     assert tokenizer.extend([120, 0xC3], [0xC3], "<e>y") is None  # half a character
+
+
+def test_tokenizer_that_is_no_file_says_what_it_is(tmp_path: Path) -> None:
+    """Broke: a model with a pipe or a dangling link there was said to have no tokenizer.json."""
+    path = tmp_path / "tokenizer.json"
+    assert open_tokenizer(tmp_path, config={}) is None
+    path.symlink_to(tmp_path / "gone")
+    with pytest.raises(TextError, match="is a link to a file that does not exist"):
+        open_tokenizer(tmp_path, config={})
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TextError, match="is not a regular file"):
+        open_tokenizer(tmp_path, config={})
+
+
+def test_tokenizer_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(TextError, match=r"tokenizer\.json cannot be read: Permission denied") as caught:
+        open_tokenizer(tmp_path, config={})
+    assert caught.value.hint is None

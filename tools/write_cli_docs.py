@@ -34,7 +34,7 @@ NOTES = {
   not at the reasoning. The tokens of a stop text count, as they were computed. With `--ignore-eos` end tokens are
   never chosen, so that a benchmark measures text, and not what a model says past an end token.
 - **Order.** Bias, then penalties, top-k, top-p, min-p, then temperature (llama.cpp's order). Penalties look at the
-  answer so far, not at the prompt. A bias of -100 excludes a token.
+  answer so far, not at the prompt. A bias of -100 excludes a token. Temperatures below 1e-6 are greedy, as 0 is.
 - **Log-probabilities** are the model's own: before bias, penalties, filters and temperature.
 - **Reasoning.** Where the chat template has `<think>` markers, what stands between them is shown dimmed on a
   terminal; in a pipe it goes to standard error, so that standard output has the answer alone; with `--json` it is

@@ -11,7 +11,9 @@ Names are imported with their first use, so `import spile` costs nothing.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as type checkers see it; importing `typing` takes time, and no guard of Ctrl-C is up yet
+TYPE_CHECKING = (
+    False  # as type checkers see it; importing `typing` takes time, and no guard of Ctrl-C is up yet
+)
 if TYPE_CHECKING:
     from typing import Any
 

@@ -7,6 +7,7 @@ inside of it, so that `--help` is quick and a budget pays for no import that is 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -86,12 +87,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # What is still buffered must not fail again when Python flushes it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except MemoryError:
-        if door.debug:
-            traceback.print_exc()
-        note("not enough memory: the system gave this process no more", word="error: ")
-        note("Give a smaller --memory, or more room to the process (ulimit -v, a container's limit).", word="hint: ")
-        return 1
     except Exception as error:  # the outer door: anything else is a fault of ours
         if _is_usage_error(error):
             note(" ".join(str(error.format_message()).split()), word="error: ")  # type: ignore[attr-defined]
@@ -100,6 +95,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 2
         if door.debug:
             traceback.print_exc()
+        if _is_out_of_memory(error):
+            note("not enough memory: the system gave this process no more", word="error: ")
+            note(
+                "Give a smaller --memory, or this process more room (ulimit -v, a container).", word="hint: "
+            )
+            return 1
         note(f"unexpected {type(error).__name__}: {error}", word="error: ")
         note("this is a fault in spile; --debug shows where.", word="hint: ")
         return 1
@@ -110,6 +111,15 @@ def main() -> int:
     from spile.__main__ import main as guarded
 
     return guarded()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: for an object, a mapping, or a library that was to be loaded."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, ImportError) and "failed to map segment" in str(error))
+    )
 
 
 def _is_usage_error(error: Exception) -> bool:

@@ -92,9 +92,9 @@ def check_files(
 ) -> FileCheck:
     """Digest every tensor and compare with the manifest, or else with the records and the hub.
 
-    A manifest that does not exist yet is written, into a folder that exists. `record` takes the files as they are now for good and
-    replaces what was recorded of them. `on_progress` gets bytes done and in all, from any thread. Reads the
-    whole checkpoint.
+    A manifest that does not exist yet is written, into a folder that exists. `record` takes the files as they
+    are now for good and replaces what was recorded of them. `on_progress` gets bytes done and in all, from
+    any thread. Reads the whole checkpoint.
 
     Raises:
         ReadError: a file ends early or cannot be read.
@@ -137,7 +137,7 @@ def check_files(
             recorded_in, more = _add_record(checkpoint, digests)
             notes += more
             unusable.pop(_record_path(checkpoint), None)  # it was said that this was made again
-        notes += [f"the record {path} was not used: {why}" for path, why in unusable.items()]
+        notes += [f"a record of earlier digests was not used: {why}" for why in unusable.values()]
 
     return FileCheck(
         compared_with=tuple(compared_with),
@@ -409,7 +409,7 @@ def _add_record(checkpoint: Checkpoint, digests: Digests) -> tuple[str | None, l
         kept = [each for each in _read_records(path, _key(checkpoint)) if each["folder"] != new["folder"]]
     except CheckpointError as error:
         kept = []
-        notes.append(f"the record {path} is damaged and was made again: {error}")
+        notes.append(f"the record of earlier digests is damaged and was made again: {error}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_records(path, _key(checkpoint), [*kept, new])

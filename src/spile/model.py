@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -22,7 +23,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError
+from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError, quote
 from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
 from spile.held import Held
 from spile.options import Sampling, sampling_of
@@ -130,7 +131,10 @@ class Model:
 
         Raises: OptionError for no size, or a model whose files are mapped whole; BudgetError below the floor.
         """
-        self._opened().resize(parse_size(memory, name="memory") if isinstance(memory, str) else memory)
+        nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+        if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
+            raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
+        self._opened().resize(nbytes)
 
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""
@@ -252,6 +256,7 @@ class Model:
             self._resources.close()
 
     def __enter__(self) -> Model:
+        self._check_open()
         return self
 
     def __exit__(
@@ -350,12 +355,17 @@ class Model:
             self._lock.release()
 
     def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
-        checked = [int(token_id) for token_id in token_ids]
-        for token_id in checked:
+        try:
+            given = list(token_ids)
+        except TypeError:
+            raise OptionError(f"token_ids is {quote(token_ids)}: it must be a list of token ids") from None
+        for token_id in given:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise OptionError(f"token id {quote(token_id)} is no whole number")
             if not 0 <= token_id < self.vocab_size:
                 last = self.vocab_size - 1
                 raise OptionError(f"token id {token_id} is none of the model's: they go from 0 to {last:,}")
-        return checked
+        return [int(token_id) for token_id in given]
 
     def _configured_eos_ids(self) -> frozenset[int]:
         return eos_ids_of(self._config) | eos_ids_of(self._sidecar.generation_config)
@@ -406,6 +416,9 @@ def load(
     from spile.checkpoint import open_checkpoint
     from spile.hub import resolve
 
+    for name, value in (("source", source), ("chat_template", chat_template)):
+        if value is not None and not isinstance(value, (str, Path)):
+            raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
     budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
     options = _engine_options(
         memory_bytes=budget_bytes,
@@ -421,6 +434,7 @@ def load(
         folder = resolve(source, offline=offline)
         checkpoint = open_checkpoint(folder)
         maple = open_model(checkpoint)
+        options.check_context(maple.config.max_position_embeddings)
         for note in checkpoint.notes:
             tell(note)
         if maple.form is Form.BF16:

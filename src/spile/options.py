@@ -20,9 +20,9 @@ _BANNED = -100  # a bias that excludes a token altogether, as in OpenAI's protoc
 class Sampling:
     """How to choose tokens, and when to end. Checked when it is made.
 
-    temperature 0 takes the most probable token; top_k 0, top_p 1 and min_p 0 switch a filter off. Without a
-    seed every answer differs; with one it is the same again. max_tokens None means: until the model ends or
-    the context is full.
+    temperature 0, like any below 1e-6, takes the most probable token; top_k 0, top_p 1 and min_p 0 switch a
+    filter off. Without a seed every answer differs; with one it is the same again. max_tokens None means:
+    until the model ends or the context is full.
 
     Penalties are about the tokens of the answer so far, not about the prompt: a token that occurred n times
     has its logit divided by repetition_penalty (multiplied, where it is negative), then lowered by

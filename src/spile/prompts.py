@@ -6,7 +6,7 @@ template unless the prompt is raw; ids are what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -52,7 +52,7 @@ def is_ids(prompt: Any) -> bool:
 
     Raises: OptionError for what can be no prompt at all.
     """
-    if prompt is None or isinstance(prompt, (bytes, Mapping)):
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Collection):
         raise OptionError(f"prompt is a {type(prompt).__name__}: it must be text, messages or token ids")
     return not isinstance(prompt, str) and all(isinstance(item, Integral) for item in prompt)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
+import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -315,11 +317,19 @@ def open_tokenizer(folder: Path, *, config: Mapping[str, Any], keep: bool = True
 
     Reads the small files now; tokenizer.json is read with the first text.
 
-    Raises: TextError for small files that are damaged.
+    Raises: TextError for small files that are damaged, or a tokenizer.json that cannot be read.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+            raise TextError(f"{path} is not a regular file")
+        path.open("rb").close()
+    except FileNotFoundError as error:
+        raise TextError(f"{path} is a link to a file that does not exist") from error
+    except OSError as error:
+        raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
     return Tokenizer(path, read_sidecar(folder), config, keep=keep)
 
 
