@@ -490,8 +490,8 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(
     with spile.load(golden / "mlx-2bit") as model:
         assert model.tokenizer is not None
         monkeypatch.setattr(model.tokenizer, "encode", lambda text: pytest.fail("it was encoded"))
-        with pytest.raises(spile.ContextError, match=r"200,000 characters.* holds 256"):
-            model.generate("x" * 200_000, raw=True)
+        with pytest.raises(spile.ContextError, match=r"400,000 characters.* holds 256"):
+            model.generate("x" * 400_000, raw=True)
 
 
 def test_second_thread_is_told_that_the_model_is_busy(golden: Path) -> None:

@@ -312,10 +312,12 @@ class Model:
                 )
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that no encoding can fit into the context, before it is encoded: that takes memory."""
+        """Refuse a text that is far longer than any that fits, before it is encoded: that takes memory, and
+        the budget has no room for it. One that is a little too long is counted exactly.
+        """
         context = self.context
         least = len(text) // _LONGEST_ENTRY
-        if least > context:
+        if least > 2 * context:
             raise ContextError(
                 f"the prompt has {len(text):,} characters, {least:,} tokens at the very least, and the context "
                 f"holds {context:,}",
