@@ -36,15 +36,13 @@ class Keys:
         self.folder = Path(self._temporary.name)
         self._ours, theirs = pty.openpty()
         self.resize(rows=rows, columns=columns)
-        source = Path(__file__).parents[1] / "src"
-        path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             command,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             cwd=self.folder,
-            env={**os.environ, "TERM": "xterm", "PYTHONPATH": path, **(environment or {})},
+            env={**os.environ, "TERM": "xterm", **(environment or {})},
             start_new_session=True,
             preexec_fn=_take_terminal,
         )
