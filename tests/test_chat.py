@@ -133,10 +133,8 @@ def test_second_turn_reads_only_what_is_new(case: Callable[..., Case]) -> None:
     assert it.engine.states[0].fed == [*whole, *b"Fine"]
 
 
-def test_held_answer_is_never_encoded_again_but_the_ids_are_those_the_model_chose(
-    case: Callable[..., Case],
-) -> None:
-    """'Hello' as the model wrote it and as the tokenizer would: with merges the two can differ."""
+def test_prompts_ids_do_not_depend_on_what_is_held(case: Callable[..., Case]) -> None:
+    """Each turn encodes the whole text, and goes on from what the ids have in common with those held."""
     it = case()
     assert it.model.tokenizer is not None
     texts: list[str] = []
@@ -148,7 +146,9 @@ def test_held_answer_is_never_encoded_again_but_the_ids_are_those_the_model_chos
 
     it.model.tokenizer.encode = recorded  # type: ignore[method-assign]
     it.run("Hi", "Again")
-    assert texts == ["<s>user:Hi<e><s>assistant:", "<e><s>user:Again<e><s>assistant:"]
+    first = "<s>user:Hi<e><s>assistant:"
+    assert texts == [first, first + "Hello<e><s>user:Again<e><s>assistant:"]
+    assert it.read == [first, "<e><s>user:Again<e><s>assistant:"]
 
 
 def test_template_that_changes_the_answer_is_compared_id_by_id(case: Callable[..., Case]) -> None:
@@ -402,6 +402,95 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_message_back(
     assert "user:Hi" not in it.read[1]
 
 
+def test_second_ctrl_c_keeps_what_there_is_of_the_answer(
+    case: Callable[..., Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Impatient(FakeEngine):
+        def decode(self, state: Any, token_id: int) -> Any:
+            if state.position - self._num_prompt == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().decode(state, token_id)
+
+    it = case()
+    it.engine = Impatient([*b"Hello", EOS])
+    chat = it.run("Hi", "/stats")
+    out, err = capsys.readouterr()
+    assert out == "Hel\n"
+    assert "(stopped)" in err
+    assert "the last answer was stopped" in err
+    assert [message["content"] for message in chat._conversation.turns[0]] == ["Hi", "Hel"]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("/save ~nosuchuser/x", "'~nosuchuser/x' names the home folder of a user who has none here"),
+        ("/load ~nosuchuser/x", "'~nosuchuser/x' names the home folder of a user who has none here"),
+        ("/save " + "x" * 300, "x" * 300 + " cannot be written: File name too long"),
+        ("/load " + "x" * 300, "x" * 300 + " cannot be read: File name too long"),
+        ("/save a\0b", "'a\\x00b' cannot be written: embedded null byte"),
+        ("/load a\0b", "'a\\x00b' cannot be read: embedded null byte"),
+        ("/save /dev/zero", "/dev/zero is there and holds no conversation"),
+        ("/load /dev/zero", "/dev/zero cannot be read: it is not a regular file"),
+    ],
+)
+def test_slip_in_a_files_name_loses_nothing(
+    line: str,
+    error: str,
+    case: Callable[..., Case],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = case().run("Hi", line)
+    assert f"error: {error}\n" in capsys.readouterr().err
+    assert len(chat._conversation.turns) == 1
+
+
+def test_fault_in_a_command_is_one_line_and_the_conversation_goes_on(
+    case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr(Chat, "_save", fail)
+    chat = case().run("Hi", "/save x", "Again")
+    assert "error: /save failed: unexpected ZeroDivisionError: by zero\n" in capsys.readouterr().err
+    assert len(chat._conversation.turns) == 2
+    with pytest.raises(ZeroDivisionError):
+        case().run("/save x", is_interactive=False)
+
+
+def test_hints_of_set_name_what_can_be_given(
+    case: Callable[..., Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = case()
+    chat = it.run(
+        "/set seed 3", "/set seed none", "/set seed", "/set stop", "/set temp", "/set think", "/help"
+    )
+    assert chat._options.sampling.seed is None
+    err = capsys.readouterr().err
+    assert [line for line in err.splitlines() if line.startswith("hint: ")] == [
+        "hint: Such as /set seed 7; /set seed default gives the default back.",
+        "hint: Such as /set stop ###; /set stop default gives the default back.",
+        "hint: Such as /set temp 0; /set temp default gives the default back.",
+        "hint: It is one of show, hide, off.",
+    ]
+    assert "/set NAME default" in err
+
+
+@pytest.mark.parametrize("overflow", ["drop-oldest", "stop"])
+def test_single_message_that_is_too_long_is_not_told_to_make_room(
+    overflow: str, case: Callable[..., Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case(context=60).run("x" * 60, overflow=overflow)
+    err = capsys.readouterr().err
+    assert "hint: Shorten the prompt" in err
+    assert "drop-oldest" not in err
+
+
 def test_ctrl_c_in_a_pipe_ends_the_program(case: Callable[..., Case]) -> None:
     it = case()
     it.engine = Interrupted([*b"Hello", EOS])
@@ -527,7 +616,7 @@ def test_ctrl_c_stops_the_answer_clears_the_line_and_ctrl_d_leaves(
     it.wait("(Ctrl-D or /exit leaves)")
     it.wait("> ")
     it.press("/stats\r")
-    it.wait("nothing was answered yet")
+    it.wait("the last answer was stopped")
     it.wait("> ")
     it.press("\x04")
     assert it.end() == 0

@@ -206,6 +206,31 @@ def test_every_flag_has_a_variable(
                 assert parameter.envvar == f"SPILE_{flag}"
 
 
+def test_command_line_wins_over_a_variable(
+    model: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPILE_PROMPT", "x" * 50)
+    monkeypatch.setenv("SPILE_MODEL", "/nowhere")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi")))
+    assert run(["chat", str(model), "--temp", "0"]) == 0
+    assert capfd.readouterr().out == "Hello\n"
+    assert run(["generate", "Hi", "-m", str(model), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["prompt_tokens"] == len("user: Hi")
+    assert run(["generate", "Hi"]) == 1
+    assert "/nowhere" in capfd.readouterr().err
+
+
+def test_chat_template_that_is_not_utf8_is_not_to_be_downloaded(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_bytes(b"\xff")
+    assert run(["generate", "Hi", "-m", str(model), "--chat-template", str(path)]) == 1
+    err = capfd.readouterr().err
+    assert f"error: {path} is not UTF-8 text (byte 0)" in err
+    assert "hint: Save the template as UTF-8." in err
+
+
 def test_prompt_comes_from_the_flag_or_standard_input_too(
     model: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,6 +253,9 @@ def test_prompt_comes_from_the_flag_or_standard_input_too(
     stdin(b"Hi \xff")
     assert generate(model, "-") == 2
     assert "error: standard input is not valid UTF-8 at byte 3\n" in capfd.readouterr().err
+    monkeypatch.setattr("sys.stdin", None)  # as after <&-
+    assert generate(model, "-") == 2
+    assert "error: the prompt is empty\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -260,6 +288,11 @@ def test_prompt_comes_from_the_flag_or_standard_input_too(
         (["generate", "a", "--template-args", "3"], "--template-args is a JSON int"),
         (["generate", "a", "--template-args", '{"messages": []}'], "the template argument 'messages'"),
         (["generate", "", "--raw"], "the prompt is empty"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "a\udcff"], "the prompt is not valid UTF-8 at character 1"),
+        (["generate", "a", "--system", "ab\udcff"], "--system is not valid UTF-8 at character 2"),
+        (["generate", "a", "--stop", "\udcff"], "stop is not valid UTF-8 at character 0"),
+        (["chat", "--system", "\udcff"], "--system is not valid UTF-8 at character 0"),
         (["generate", "a", "--raw", "--system", "b"], "system needs the chat template"),
         (["verify", "a", "-m", "b"], "MODEL was given twice: 'a' and --model 'b'"),
         (["synth", "x", "--preset", "huge"], "there is no preset 'huge': there are maple-20b, tiny"),

@@ -80,6 +80,7 @@ def test_bare_list_is_a_conversation_too(tmp_path: Path) -> None:
         ('{"messages": 3}', OptionError, "holds no list of messages"),
         ("[]", OptionError, "messages is empty"),
         ("[3]", OptionError, r"messages\[0\] is a int"),
+        (json.dumps([{"role": "user", "content": "\ud800"}]), OptionError, r"messages\[0\] holds half of a"),
         (json.dumps([ANSWER]), OptionError, "a conversation begins with the user, not with 'assistant'"),
     ],
 )
@@ -101,3 +102,42 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(WriteError, match="is there and holds no conversation"):
         talk(1).save(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("content", ["[1, 2, 3]", "[]", '{"messages": [1]}', json.dumps([ANSWER])])
+def test_only_a_conversation_is_replaced(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(content)
+    with pytest.raises(WriteError, match="is there and holds no conversation"):
+        talk(1).save(path)
+    assert path.read_text() == content
+
+
+def test_empty_conversation_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="there is nothing to save"):
+        Conversation().save(tmp_path / "talk.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation()
+    conversation.ask("\ud800")
+    with pytest.raises(WriteError, match="cannot be written"):
+        conversation.save(tmp_path / "talk.json")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        talk(1).save(tmp_path / "talk.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_that_is_too_long_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.conversation._LONGEST_FILE_NBYTES", 10)
+    talk(1).save(tmp_path / "talk.json")
+    with pytest.raises(TextError, match="is longer than the 10 bytes"):
+        Conversation().load(tmp_path / "talk.json")

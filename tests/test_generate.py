@@ -66,17 +66,17 @@ def test_there_is_no_hidden_limit() -> None:
 
 
 def test_full_context_ends_with_length() -> None:
-    """A prompt of 3 in a context of 8: five tokens are held, and the sixth is known without being held."""
+    """A prompt of 3 and an answer of 5 in a context of 8."""
     engine = FakeEngine([10], context=8)
     chunks = run(engine)
-    assert ids(chunks) == [10] * 6
+    assert ids(chunks) == [10] * 5
     assert chunks[-1].finish_reason == "length"
 
 
-def test_prompt_that_fills_the_context_still_gives_its_next_token() -> None:
-    chunks = run(FakeEngine([10], context=3))
+def test_prompt_that_leaves_room_for_one_token_gives_it() -> None:
+    chunks = run(FakeEngine([10], context=4))
     assert (ids(chunks), chunks[-1].finish_reason) == ([10], "length")
-    assert run(FakeEngine([EOS], context=3))[-1].finish_reason == "stop"
+    assert run(FakeEngine([EOS], context=4))[-1].finish_reason == "stop"
 
 
 def test_prompt_is_checked_with_both_numbers() -> None:
@@ -85,6 +85,9 @@ def test_prompt_is_checked_with_both_numbers() -> None:
     with pytest.raises(OptionError, match="the prompt is empty"):
         check_prompt(0, 128)
     check_prompt(128, 128)
+    with pytest.raises(ContextError, match="has 128 tokens and fills the context: there is no room"):
+        check_prompt(128, 128, num_answer=1)
+    check_prompt(127, 128, num_answer=1)
 
 
 def test_counts_are_of_this_answer_alone() -> None:
@@ -274,7 +277,7 @@ def test_stop_text_that_fills_the_context_is_stop() -> None:
             return ""
 
     chunks = generate(
-        FakeEngine([*b"ab"], context=2),
+        FakeEngine([*b"ab"], context=3),
         [1],
         sampling=Sampling(temperature=0, stop="b"),
         num_entries=257,

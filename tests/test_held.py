@@ -154,7 +154,7 @@ def answer(held: Held, engine: FakeEngine, prompt: list[int], fed: list[int]) ->
     state, num_held = held.begin(engine, prompt)
     engine.prefill(state, prompt[num_held:])  # type: ignore[arg-type]
     for token_id in fed:
-        held.note(token_id, "")
+        held.note(token_id)
         engine.decode(state, token_id)  # type: ignore[arg-type]
     return num_held
 
@@ -184,7 +184,7 @@ def test_same_prompt_again_still_reads_its_last_token() -> None:
 def test_token_that_was_chosen_but_never_fed_is_read() -> None:
     engine, held = FakeEngine([1]), Held()
     answer(held, engine, [1, 2], [3])
-    held.note(4, "")
+    held.note(4)
     assert answer(held, engine, [1, 2, 3, 4, 5], []) == 3
     assert engine.states[0].fed == [1, 2, 3, 4, 5]
 
@@ -201,21 +201,9 @@ def test_state_that_cannot_be_cut_is_replaced() -> None:
     assert answer(held, engine, [1, 2, 9, 9], []) == 0
 
 
-def test_text_that_goes_on_is_told_by_its_beginning() -> None:
-    engine, held = FakeEngine([1]), Held()
-    assert held.rest_of("abc") is None
-    held.begin(engine, [1], "ab")
-    held.note(2, "cd")
-    assert held.rest_of("abcdef") == "ef"
-    assert held.rest_of("abcd") == ""
-    assert held.rest_of("abxdef") is None
-    held.begin(engine, [1, 2])
-    assert held.rest_of("abcdef") is None
-
-
 def test_conversation_that_goes_on_says_what_one_that_reads_everything_anew_says() -> None:
-    """Greedy turns with the demo model; every prompt's very ids are also answered by a fresh state. One turn
-    is taken back, one answer is abandoned half-way, one is cut by a stop text.
+    """Greedy turns with the demo model; every prompt is also answered by a fresh state. One turn is taken
+    back, one answer is abandoned half-way, one is cut by a stop text.
     """
     with spile.load(DEMO, context=700) as model:
         held = model.hold()
@@ -233,8 +221,8 @@ def test_conversation_that_goes_on_says_what_one_that_reads_everything_anew_says
                 messages.append({"role": "assistant", "content": text})
                 continue
             answer = model.generate(messages, held=held, **options)
-            prompt = held.token_ids[: held.num_prompt]
-            fresh = model.generate(prompt, **options)
+            assert held.token_ids[: held.num_prompt] == model.encode(messages)
+            fresh = model.generate(messages, **options)
             assert fresh.token_ids == answer.token_ids
             assert fresh.text == answer.text
             cached.append(answer.stats.cached_tokens)

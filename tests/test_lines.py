@@ -108,3 +108,25 @@ def test_history_lies_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_history() == tmp_path / ".local" / "state" / "spile" / "chat_history"
+
+
+def test_messages_that_the_locale_cannot_write_are_not_recalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readline = pytest.importorskip("readline")
+    recalled = []
+
+    def add_history(message: str) -> None:
+        message.encode("ascii")
+        if "\0" in message:
+            raise ValueError("embedded null character")
+        recalled.append(message)
+
+    monkeypatch.setattr(readline, "add_history", add_history)
+    path = tmp_path / "history"
+    path.write_text("".join(json.dumps(message) + "\n" for message in ["a", "\u4f60", "b\0", "c"]))
+    lines = TerminalLines(path, ())
+    lines.remember("\xe9")
+    lines.remember("d")
+    assert recalled == ["a", "c", "d"]
+    assert [json.loads(line) for line in path.read_text().splitlines()][-2:] == ["\xe9", "d"]

@@ -136,6 +136,10 @@ def test_prompt_longer_than_the_context_is_refused_before_any_work(case: Callabl
     with pytest.raises(ContextError, match="the prompt has 9 tokens and the context holds 8"):
         it.model.stream("Hi")
     assert it.opened == 0
+    with pytest.raises(ContextError, match="the prompt has 9 tokens and fills the context"):
+        case(context=9).model.stream("Hi")
+    completion = case(context=10).model.generate("Hi")
+    assert (completion.stats.prompt_tokens, len(completion.token_ids)) == (9, 1)
 
 
 def test_model_without_template_takes_the_text_as_it_is_and_says_so(case: Callable[..., Case]) -> None:
@@ -453,6 +457,22 @@ def test_same_prompt_again_is_held_but_for_its_last_token(case: Callable[..., Ca
     assert [answer.stats.cached_tokens for answer in answers] == [0, 8, 8]
     assert {answer.stats.prompt_tokens for answer in answers} == {9}
     assert it.prompts == [b"<user>Hi>", b">", b">"]
+
+
+def test_answer_in_other_pieces_than_its_texts_is_read_again(tmp_path: Path) -> None:
+    """'ab' is one entry, but the model said 'a' and 'b': a fresh state would read the entry."""
+    write_byte_tokenizer(tmp_path, merges=[("a", "b")])
+    it = Case(tmp_path, [*b"ab", EOS])
+    held = it.model.hold()
+    options: dict[str, Any] = {"raw": True, "temperature": 0, "max_tokens": 2}
+    first = it.model.generate("x", held=held, **options)
+    assert (first.text, first.token_ids) == ("ab", tuple(b"ab"))
+    second = it.model.generate("xaby", held=held, **options)
+    assert second.stats.cached_tokens == 1
+    fresh = it.model.encode("xaby", raw=True)
+    assert len(fresh) == 3
+    assert held.token_ids[: held.num_prompt] == fresh
+    assert it.engine.states[0].fed[:3] == fresh
 
 
 def test_closing_the_model_closes_what_is_held(case: Callable[..., Case]) -> None:

@@ -85,6 +85,10 @@ def test_refusal_comes_in_the_words_of_the_template() -> None:
         "{{ messages.append(1) }}",
         "{% include 'secrets' %}",
         "{{ strftime_now(3) }}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ 10 ** 10000000 }}",
+        "{% set big = 'x' * 10 ** 7 %}{% for i in range(9) %}{{ big }}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_damaged_failing_and_escaping_templates_are_one_sentence(template: str) -> None:
@@ -92,6 +96,20 @@ def test_damaged_failing_and_escaping_templates_are_one_sentence(template: str) 
         render(template, USER)
     assert "\n" not in str(caught.value)
     assert USER == [{"role": "user", "content": "Hi"}]
+
+
+def test_template_that_fills_the_memory_is_one_sentence() -> None:
+    class Hungry(dict):  # type: ignore[type-arg]
+        def get(self, *arguments: Any) -> Any:
+            raise MemoryError
+
+    with pytest.raises(TextError, match=r"^the chat template failed: MemoryError$"):
+        render("{{ hungry.get('x') }}", USER, arguments={"hungry": Hungry()})
+
+
+def test_products_powers_and_loops_of_templates_work() -> None:
+    assert render("{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 3 * 4 }}{{ 2 ** 0.5 > 1 }}", USER) == "ababab102412True"
+    assert render("{% for i in range(1, 4) %}{{ i }}{% endfor %}", USER) == "123"
 
 
 def config_with(folder: Path, template: Any) -> Path:

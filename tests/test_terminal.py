@@ -10,6 +10,8 @@ from spile.errors import WriteError
 from spile.generate import Chunk, Stats
 from spile.terminal import (
     AnswerWriter,
+    BottomLine,
+    Cursor,
     LiveLine,
     Progress,
     Stdout,
@@ -178,6 +180,45 @@ def test_live_line_tells_context_and_thinking() -> None:
     lines = [line.split(" tokens, ")[0] for line in stream.getvalue().split("\r\x1b[K") if line]
     assert lines == ["thinking: 1", "thinking: 2", "3", "4"]
     assert "context 14 of 1,024" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "column"),
+    [
+        ("", 0),
+        ("abc", 3),
+        ("a" * 10, 10),  # at the margin
+        ("a" * 11, 1),
+        ("a" * 10 + "\n", 0),
+        ("a" * 10 + "\nbc", 2),
+        ("\u4e2d" * 5, 10),
+        ("a" + "\u4e2d" * 5, 2),  # half of a wide character does not fit
+        ("e\u0301" * 10, 10),
+        ("a\tb", 9),
+        ("a\t\t", 9),
+    ],
+)
+def test_column_is_followed(text: str, column: int) -> None:
+    whole, pieces = Cursor(), Cursor()
+    whole.advance(text, 10)
+    for character in text:
+        pieces.advance(character, 10)
+    assert whole.column == pieces.column == column
+    assert whole.is_at_margin(10) == (column == 10)
+
+
+def test_bottom_line_waits_while_the_cursor_is_at_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving it would lose that, and the next character would be written over the last one."""
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()  # of 80 columns
+    stdout, line = Stdout(stream), BottomLine(stream)
+    stdout.write("\n" + "a" * 80)
+    line.show(lambda: "status", at_once=True)
+    assert "status" not in stream.getvalue()
+    stdout.write("b")
+    line.show(lambda: "status", at_once=True)
+    assert "status" in stream.getvalue()
+    stdout.end_line()
 
 
 def test_line_that_is_too_long_for_the_row_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,20 +314,6 @@ def test_markers_that_an_answer_says_are_text_even_where_they_are_declared_speci
     assert tokenizer.entry(97) == b"a"
 
 
-def test_text_that_goes_on_from_an_answer_keeps_the_answers_ids(tmp_path: Path) -> None:
-    """'ab' is one entry, but the model said 'a' and 'b'."""
-    write_byte_tokenizer(tmp_path, special=("<e>",), merges=[("a", "b")])
-    tokenizer = open_tokenizer(tmp_path, config={})
-    assert tokenizer is not None
-    end = tokenizer.encode("<e>")[0]
-    assert tokenizer.encode("xab<e>y") == [120, 256, end, 121]
-    assert tokenizer.extend([120, 97, 98], [97, 98], "<e>y") == [120, 97, 98, end, 121]
-    assert tokenizer.extend([120, 97, 98], [97, 98], "y<e>") is None  # 'b' and 'y' might be one entry
-    assert tokenizer.extend([120, 97, 98], [97, 98], "") is None
-    assert tokenizer.extend([120, end], [end], "<e>y") is None  # the text lacks what this id stands for
-    assert tokenizer.extend([120, 0xC3], [0xC3], "<e>y") is None  # half a character
-
-
 def test_tokenizer_that_is_no_file_says_what_it_is(tmp_path: Path) -> None:
     """Broke: a model with a pipe or a dangling link there was said to have no tokenizer.json."""
     path = tmp_path / "tokenizer.json"

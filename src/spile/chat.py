@@ -16,11 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.conversation import Conversation
-from spile.errors import ContextError, OptionError, SpileError
+from spile.errors import ContextError, OptionError, SpileError, quote
 from spile.generate import Chunk, Stats, join
 from spile.lines import Lines, read_message
 from spile.options import Sampling
-from spile.terminal import AnswerWriter, Progress, Stdout, fitting, note, summary_lines, unanswered_note
+from spile.terminal import (
+    AnswerWriter,
+    Progress,
+    Stdout,
+    StdoutClosedError,
+    fitting,
+    note,
+    summary_lines,
+    unanswered_note,
+)
 
 if TYPE_CHECKING:
     from spile.model import Model
@@ -29,6 +38,7 @@ OVERFLOW = ("stop", "drop-oldest")
 THINK = ("show", "hide", "off")
 _TEMPLATE_TOKENS = 64  # more than a template adds to one message
 _NAMES = {"temp": "temperature"}  # of /set and of Sampling, where they differ
+_EXAMPLES = {"seed": "7", "max-tokens": "500", "stop": "###"}  # of values that are mostly none
 
 HELP = """\
 /help               this list
@@ -39,6 +49,7 @@ HELP = """\
 /load FILE          go on from one
 /stats              what the last answer took
 /set [NAME VALUE]   show or change temp, top-p, seed, max-tokens, think, overflow, ...
+                    (/set NAME default gives a number or stop its default back)
 /exit               leave; Ctrl-D does too
 Ctrl-C stops an answer. A line that ends in \\ goes on; \"\"\" begins and ends a block."""
 
@@ -78,7 +89,8 @@ class Chat:
         self._stdout = Stdout(sys.stdout)
         self._conversation = Conversation(system)
         self._held = model.hold()
-        self._stats: Stats | None = None
+        self._stats: Stats | None = None  # of the last answer; None where it was stopped, too
+        self._is_stopped = False
         self._is_open = True
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: _say(HELP),
@@ -125,23 +137,40 @@ class Chat:
         if not (message.startswith("/") and word[1:].isalpha()):
             self._answer(message)
         elif word in self._commands:
-            self._commands[word](rest.strip())
+            self._follow(word, rest.strip())
         else:
             raise OptionError(f"there is no command {word}", "/help lists them; a space before it sends it.")
+
+    def _follow(self, word: str, rest: str) -> None:
+        """Follow a command; whatever goes wrong in it, a person's conversation is not lost."""
+        try:
+            self._commands[word](rest)
+        except (SpileError, StdoutClosedError):
+            raise
+        except Exception as error:
+            if not self._is_interactive:
+                raise
+            what = " ".join(str(error).split())
+            raise SpileError(f"{word} failed: unexpected {type(error).__name__}: {what}") from error
 
     def _answer(self, message: str) -> None:
         """Answer a message; one that could not be answered is taken back."""
         self._conversation.ask(message)
         text: str | None = None
+        chunks: list[Chunk] = []
         try:
             if self._options.overflow == "drop-oldest":
                 self._make_room(message)
-            text = self._stream()
+            text = self._stream(chunks)
         except KeyboardInterrupt:  # before the first token: loading, or a second Ctrl-C
             if not self._is_interactive:
                 raise
+            self._note_stopped()
+            text = _text_of(chunks) or None
             _say("\n(stopped)")
         except ContextError as error:
+            if self._options.overflow == "drop-oldest" or len(self._conversation.turns) == 1:
+                raise  # there is no turn to drop
             raise ContextError(
                 error.message, "/reset or /undo makes room, and /set overflow drop-oldest does so by itself."
             ) from error
@@ -153,15 +182,16 @@ class Chat:
         if text == "":
             _say("(no answer: the message is taken back)")
 
-    def _stream(self) -> str:
-        """Write the answer as it comes, and return its text, or what there is of it when it is stopped."""
+    def _stream(self, chunks: list[Chunk]) -> str:
+        """Write the answer as it comes, and return its text, or what there is of it when it is stopped. What
+        came is in `chunks` even where this ends with an exception.
+        """
         model, options, stdout = self._model, self._options, self._stdout
         writer = AnswerWriter(stdout, sys.stderr, shows_reasoning=options.think == "show")
         progress = Progress(sys.stderr, model.counters, shares_screen=stdout.is_terminal)
         was_open = model.summary is not None
         if not was_open:
             progress.load()
-        chunks: list[Chunk] = []
         try:
             with _stop_asked() as is_stop_asked:
 
@@ -202,9 +232,13 @@ class Chat:
             writer.close()
             stdout.end_line()
         if status is None:
+            self._note_stopped()
             _say("(stopped)")
-            return "".join(chunk.text for chunk in chunks)
+            return _text_of(chunks)
         return self._finish(chunks, status)
+
+    def _note_stopped(self) -> None:
+        self._stats, self._is_stopped = None, True
 
     def _finish(self, chunks: list[Chunk], status: str) -> str:
         """Say what is to be said of a whole answer, and return its text."""
@@ -216,7 +250,7 @@ class Chat:
         if completion.finish_reason == "length":
             if completion.reasoning and not completion.text:
                 note(unanswered_note(stats, context))
-            elif stats.prompt_tokens + stats.completion_tokens > context:
+            elif stats.prompt_tokens + stats.completion_tokens >= context:
                 then = (
                     "the oldest turns are dropped with the next message"
                     if self._options.overflow == "drop-oldest"
@@ -281,7 +315,8 @@ class Chat:
 
     def _show_stats(self) -> None:
         if self._stats is None:
-            _say("nothing was answered yet")
+            stopped = "the last answer was stopped: only a whole one is measured"
+            _say(stopped if self._is_stopped else "nothing was answered yet")
             return
         used, cached = len(self._held.token_ids), self._stats.cached_tokens
         for line in summary_lines(self._stats):
@@ -298,7 +333,7 @@ class Chat:
         if name not in self._settings():
             raise OptionError(f"there is no setting {name!r}", "/set lists them.")
         if not value:
-            raise OptionError(f"{name} needs a value", f"Such as /set {name} {self._settings()[name]}.")
+            raise OptionError(f"{name} needs a value", self._hint(name))
         if name == "think":
             self._options = replace(self._options, think=value)
             return
@@ -306,11 +341,20 @@ class Chat:
             self._options = replace(self._options, overflow=value)
             return
         field = _NAMES.get(name, name.replace("-", "_"))
-        if value == "default":
-            found = getattr(self._model.sampling, field)
+        default = getattr(self._model.sampling, field)
+        if value == "default" or (value.lower() == "none" and default is None):
+            found = default
         else:
             found = (value,) if field == "stop" else _number(value)
         self._options = replace(self._options, sampling=replace(self._options.sampling, **{field: found}))
+
+    def _hint(self, name: str) -> str:
+        """Say what value a setting may have."""
+        choices = {"think": THINK, "overflow": OVERFLOW}.get(name)
+        if choices is not None:
+            return f"It is one of {', '.join(choices)}."
+        example = _EXAMPLES.get(name, self._settings()[name])
+        return f"Such as /set {name} {example}; /set {name} default gives the default back."
 
     def _settings(self) -> dict[str, Any]:
         """Return what `/set` can change, and its values."""
@@ -355,6 +399,10 @@ def _changes(sampling: Sampling) -> dict[str, Any]:
     return {field.name: getattr(sampling, field.name) for field in fields(sampling)}
 
 
+def _text_of(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
 def _number(text: str) -> Any:
     """Read a whole number or a broken one; anything else stays text, which the options refuse by name."""
     for kind in (int, float):
@@ -368,7 +416,10 @@ def _number(text: str) -> Any:
 def _path(name: str, command: str) -> Path:
     if not name:
         raise OptionError(f"{command} needs a file's name")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except (RuntimeError, ValueError):
+        raise OptionError(f"{quote(name)} names the home folder of a user who has none here") from None
 
 
 def _say(text: str) -> None:

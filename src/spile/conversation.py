@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spile.errors import OptionError, TextError, WriteError
+from spile.errors import OptionError, SpileError, TextError, WriteError, quote
 from spile.messages import Message, plain_messages
+
+_LONGEST_FILE_NBYTES = 64_000_000  # more than any context holds
 
 
 class Conversation:
@@ -71,20 +74,17 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the messages as JSON, for the owner's eyes only; a conversation that is there is replaced.
 
-        Raises: WriteError.
+        Raises: WriteError, OptionError for a conversation without a message.
         """
-        if path.exists() and not _holds_messages(path):
-            raise WriteError(f"{path} is there and holds no conversation", "Choose another name.")
+        if not self.messages:
+            raise OptionError("there is nothing to save: the conversation is empty")
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(text.encode())
-            os.replace(temporary, path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise WriteError(f"{path} cannot be written: {error.strerror or error}") from error
+            if path.exists() and not _holds_conversation(path):
+                raise WriteError(f"{_shown(path)} is there and holds no conversation", "Choose another name.")
+            _replace(path, text.encode())
+        except (OSError, ValueError) as error:  # ValueError: a name that cannot be one, a text without UTF-8
+            raise WriteError(f"{_shown(path)} cannot be written: {_reason(error)}") from error
 
     def load(self, path: Path) -> None:
         """Take the messages of a file that `save` wrote, or of a bare JSON list of messages.
@@ -95,21 +95,63 @@ class Conversation:
 
 
 def _read(path: Path) -> list[Any]:
+    data = _read_bytes(path)
     try:
-        value = json.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise TextError(f"{path} is not valid JSON: {error}") from error
+        raise TextError(f"{_shown(path)} is not valid JSON: {error}") from error
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list):
-        raise OptionError(f"{path} holds no list of messages")
+        raise OptionError(f"{_shown(path)} holds no list of messages")
+    for index, message in enumerate(messages):
+        try:
+            json.dumps(message, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(
+                f"{_shown(path)}: messages[{index}] holds half of a surrogate pair, which is no text"
+            ) from error
     return messages
 
 
-def _holds_messages(path: Path) -> bool:
+def _read_bytes(path: Path) -> bytes:
     try:
-        _read(path)
-    except (OptionError, TextError):
+        if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe may never end
+            raise TextError(f"{_shown(path)} cannot be read: it is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(_LONGEST_FILE_NBYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+        raise TextError(f"{_shown(path)} cannot be read: {_reason(error)}") from error
+    if len(data) > _LONGEST_FILE_NBYTES:
+        raise TextError(
+            f"{_shown(path)} is longer than the {_LONGEST_FILE_NBYTES:,} bytes that a conversation may have"
+        )
+    return data
+
+
+def _holds_conversation(path: Path) -> bool:
+    try:
+        Conversation().load(path)
+    except SpileError:
         return False
     return True
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file as a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError, ValueError):
+            temporary.unlink()
+        raise
+
+
+def _shown(path: Path) -> str:
+    return str(path) if str(path).isprintable() else quote(str(path))
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

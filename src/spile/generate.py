@@ -119,8 +119,8 @@ def join(chunks: Iterable[Chunk]) -> Completion:
     )
 
 
-def check_prompt(num_tokens: int, context: int) -> None:
-    """Check, before any work, that a prompt can be answered.
+def check_prompt(num_tokens: int, context: int, *, num_answer: int = 0) -> None:
+    """Check, before any work, that a prompt can be read, with so many tokens of an answer.
 
     Raises: OptionError for an empty one, ContextError for one longer than the context.
     """
@@ -129,6 +129,11 @@ def check_prompt(num_tokens: int, context: int) -> None:
     if num_tokens > context:
         raise ContextError(
             f"the prompt has {num_tokens:,} tokens and the context holds {context:,}",
+            "Shorten the prompt, or ask for a larger context if the model has one.",
+        )
+    if num_tokens + num_answer > context:
+        raise ContextError(
+            f"the prompt has {num_tokens:,} tokens and fills the context: there is no room for an answer",
             "Shorten the prompt, or ask for a larger context if the model has one.",
         )
 
@@ -143,15 +148,14 @@ def generate(
     decoder: Decoder | None = None,
     splitter: ReasoningSplitter | None = None,
     held: Held | None = None,
-    text: str | None = None,
     on_prefill: OnPrefill | None = None,
     requested: float | None = None,
 ) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
     Without a decoder chunks have no text; without a splitter all of it is answer. With `held` the state goes
-    on from what it holds and stays for the next prompt; `text` is what the prompt's ids were encoded from.
-    `requested` is the `time.perf_counter()` of the request, now by default. Closing the iterator, or an
+    on from what it holds and stays for the next prompt. Prompt and answer together are no longer than the
+    context. `requested` is the `time.perf_counter()` of the request, now by default. Closing the iterator, or an
     exception thrown into it, frees a state that is not held and leaves the engine as good as before.
     """
     requested = time.perf_counter() if requested is None else requested
@@ -162,7 +166,7 @@ def generate(
     kept = Held() if held is None else held
     finish_reason: FinishReason = "length"
     try:
-        state, num_cached = kept.begin(engine, token_ids, text)
+        state, num_cached = kept.begin(engine, token_ids)
         clock = _Clock(requested, time.perf_counter())
         logits = engine.prefill(state, token_ids[num_cached:], on_prefill)
         while sampling.max_tokens is None or clock.num_tokens < sampling.max_tokens:
@@ -176,12 +180,12 @@ def generate(
             if sampling.logprobs is not None:
                 logprob = measure(logits, token_id, sampling.logprobs, num_entries)
             piece = answer.push(token_id)
-            kept.note(token_id, answer.decoded)
+            kept.note(token_id)
             yield Chunk(piece.text, token_id, reasoning=piece.reasoning, logprob=logprob)
             if answer.stopped_by is not None:
                 finish_reason = "stop"
                 break
-            if state.position >= engine.context:
+            if len(token_ids) + clock.num_tokens >= engine.context:
                 break
             if clock.num_tokens != sampling.max_tokens:
                 logits = engine.decode(state, token_id)
@@ -196,15 +200,11 @@ def generate(
 
 
 class _Answer:
-    """The way of an answer's tokens to its text: decoded, split, and cut before a stop text.
-
-    `decoded` is what the last token added, before anything was split off or cut.
-    """
+    """The way of an answer's tokens to its text: decoded, split, and cut before a stop text."""
 
     def __init__(
         self, decoder: Decoder | None, splitter: ReasoningSplitter | None, stops: StopFilter
     ) -> None:
-        self.decoded = ""
         self._decoder = decoder
         self._splitter = splitter
         self._stops = stops
@@ -214,8 +214,8 @@ class _Answer:
         return self._stops.matched
 
     def push(self, token_id: int) -> Piece:
-        self.decoded = self._decoder.push(token_id) if self._decoder else ""
-        piece = self._splitter.push(self.decoded) if self._splitter else Piece("", self.decoded)
+        decoded = self._decoder.push(token_id) if self._decoder else ""
+        piece = self._splitter.push(decoded) if self._splitter else Piece("", decoded)
         return Piece(piece.reasoning, self._stops.push(piece.text))
 
     def flush(self) -> Piece:

@@ -2,7 +2,8 @@
 
 An engine's state holds the keys and values of the tokens it was fed. This file remembers which tokens those
 are, and goes on from the longest beginning that a new prompt has in common with them, as far as the state can
-be cut back exactly. It does not know text beyond comparing it, nor engines beyond their interface.
+be cut back exactly. A prompt's ids never depend on what is held: an answer that was chosen in other pieces
+than its text is encoded in is read again from there. It does not know text, nor engines beyond their interface.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ class Held:
     def __init__(self) -> None:
         self.token_ids: list[int] = []  # of the last prompt and its answer
         self.num_prompt = 0  # of them
-        self.prompt: str | None = None  # the text that the prompt's ids stand for, where it is known
-        self.answer = ""  # the text that the answer's ids stand for, all that could be decoded
         self._state: State | None = None
 
     @property
@@ -31,9 +30,9 @@ class Held:
         """Tokens that the state holds."""
         return 0 if self._state is None else self._state.position
 
-    def begin(self, engine: Engine, token_ids: Sequence[int], text: str | None = None) -> tuple[State, int]:
+    def begin(self, engine: Engine, token_ids: Sequence[int]) -> tuple[State, int]:
         """Return a state, and how many of these tokens it already holds: never all of them, as the logits
-        after the last are wanted. `text` is what the ids were encoded from.
+        after the last are wanted.
         """
         num_common = _num_common(self.token_ids[: self.position], token_ids[:-1])
         state = self._state
@@ -44,25 +43,16 @@ class Held:
             state.rewind(num_common)
         self._state = state
         self.token_ids, self.num_prompt = list(token_ids), len(token_ids)
-        self.prompt, self.answer = text, ""
         return state, num_common
 
-    def note(self, token_id: int, text: str) -> None:
-        """Remember a token of the answer before it is fed, and the text that it completes."""
+    def note(self, token_id: int) -> None:
+        """Remember a token of the answer before it is fed."""
         self.token_ids.append(token_id)
-        self.answer += text
-
-    def rest_of(self, text: str) -> str | None:
-        """Return what a text adds to prompt and answer; None when it does not begin with them."""
-        if self.prompt is None or not text.startswith(self.prompt + self.answer):
-            return None
-        return text[len(self.prompt) + len(self.answer) :]
 
     def close(self) -> None:
         """Give the state's memory back. May be called twice; the next `begin` starts anew."""
         state, self._state = self._state, None
         self.token_ids, self.num_prompt = [], 0
-        self.prompt, self.answer = None, ""
         if state is not None:
             state.close()
 

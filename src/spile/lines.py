@@ -106,7 +106,7 @@ class TerminalLines:
         self._readline.set_auto_history(False)
         self._complete(words)
         for message in self._remembered():
-            self._readline.add_history(message)
+            self._recall(message)
 
     def read(self, prompt: str) -> str:
         try:
@@ -118,7 +118,7 @@ class TerminalLines:
 
     def remember(self, message: str) -> None:
         if self._readline is not None:
-            self._readline.add_history(message)
+            self._recall(message)
         if self._history is None:
             return
         try:
@@ -131,6 +131,11 @@ class TerminalLines:
             note(f"messages are not remembered: {self._history}: {error.strerror or error}")
             self._history = None
 
+    def _recall(self, message: str) -> None:
+        """Give a message to the arrow keys, unless the locale cannot write it."""
+        with suppress(ValueError):  # UnicodeEncodeError, or a zero byte
+            self._readline.add_history(message)
+
     def _remembered(self) -> list[str]:
         """Return the messages of earlier sessions; when they are many, cut the file to the last of them."""
         if self._history is None:
@@ -138,7 +143,7 @@ class TerminalLines:
         messages: list[str] = []
         with suppress(OSError):
             for line in self._history.read_bytes().splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     message = json.loads(line)
                     if isinstance(message, str):
                         messages.append(message)

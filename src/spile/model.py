@@ -182,7 +182,7 @@ class Model:
 
         Raises:
             OptionError: a parameter out of range, or an empty prompt.
-            ContextError: a prompt longer than the context.
+            ContextError: a prompt that leaves no room for an answer in the context.
             TextError: no tokenizer or no template where one is needed, or either is damaged or refuses.
             BudgetError, ModelError, ReadError: the engine cannot be opened, or a read fails.
         """
@@ -190,9 +190,9 @@ class Model:
         options = self.sampling.changed(sampling)
         self._check_sampling(options)
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
-        encoded = self._encode(prompt, rendering, held)
+        encoded = self._encode(prompt, rendering)
         token_ids, source = encoded.token_ids, encoded.source
-        check_prompt(len(token_ids), self.context)
+        check_prompt(len(token_ids), self.context, num_answer=1)
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
@@ -200,7 +200,7 @@ class Model:
                 self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
-        check_prompt(len(token_ids), engine.context)
+        check_prompt(len(token_ids), engine.context, num_answer=1)
         chunks = generate(
             engine,
             token_ids,
@@ -210,7 +210,6 @@ class Model:
             decoder=decoder,
             splitter=source.splitter if source else None,
             held=held,
-            text=source.text if source else None,
             on_prefill=on_prefill,
             requested=requested,
         )
@@ -237,7 +236,7 @@ class Model:
     ) -> list[int]:
         """Turn a prompt into token ids, as `stream` does."""
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
-        return self._encode(prompt, rendering, None).token_ids
+        return self._encode(prompt, rendering).token_ids
 
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice."""
@@ -264,7 +263,7 @@ class Model:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, rendering: Rendering, held: Held | None) -> _Encoded:
+    def _encode(self, prompt: Prompt, rendering: Rendering) -> _Encoded:
         self._check_open()
         if is_ids(prompt):
             check_ids_rendering(rendering)
@@ -276,17 +275,12 @@ class Model:
             )
         source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
         with self._alone():
-            return self._encode_text(self.tokenizer, source, held)
+            return self._encode_text(self.tokenizer, source)
 
-    def _encode_text(self, tokenizer: Tokenizer, source: PromptText, held: Held | None) -> _Encoded:
+    def _encode_text(self, tokenizer: Tokenizer, source: PromptText) -> _Encoded:
         self._check_length(source.text)
         self._make_room(tokenizer, source.text)
-        token_ids = None
-        rest = None if held is None else held.rest_of(source.text)
-        if held is not None and rest:
-            token_ids = tokenizer.extend(held.token_ids, held.token_ids[held.num_prompt :], rest)
-        if token_ids is None:
-            token_ids = tokenizer.encode(source.text)
+        token_ids = tokenizer.encode(source.text)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise TextError(
@@ -444,7 +438,7 @@ def load(
         tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
         sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
         if chat_template is not None:
-            template = read_text(Path(chat_template).expanduser())
+            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
             if template is None:
                 raise TextError(f"there is no chat template {chat_template}")
             sidecar = replace(sidecar, chat_template=template)

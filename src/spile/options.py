@@ -116,6 +116,17 @@ def sampling_of(generation_config: Mapping[str, Any]) -> tuple[Sampling, tuple[s
     return sampling, tuple(notes)
 
 
+def check_text(name: str, text: str) -> None:
+    """Check that a text has a UTF-8 form: bytes of a command line that are none have not.
+
+    Raises: OptionError naming the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{name} is not valid UTF-8 at character {error.start:,}") from error
+
+
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise OptionError(f"{name} is {quote(value)}: it must be a number from {low:g} to {high:g}")
@@ -144,4 +155,6 @@ def _checked_stops(given: Any) -> tuple[str, ...]:
         raise OptionError(
             f"stop is {quote(given)}: it must be a text, or a list of texts, none of them empty"
         )
+    for stop in stops:
+        check_text("stop", stop)
     return tuple(stops)

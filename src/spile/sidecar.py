@@ -72,8 +72,8 @@ def _template_of(value: Any, path: Path) -> str | None:
     raise TextError(f"chat_template in {path} is neither text nor a list of named templates")
 
 
-def read_text(path: Path) -> str | None:
-    """Read a text file; None when there is none.
+def read_text(path: Path, *, hint: str = "Download the file again.") -> str | None:
+    """Read a text file; None when there is none. `hint` is for one that is not UTF-8.
 
     Raises: TextError when it cannot be read or is not UTF-8.
     """
@@ -84,9 +84,7 @@ def read_text(path: Path) -> str | None:
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise TextError(
-            f"{path} is not UTF-8 text (byte {error.start:,})", hint="Download the file again."
-        ) from error
+        raise TextError(f"{path} is not UTF-8 text (byte {error.start:,})", hint=hint) from error
 
 
 def _read_object(path: Path) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ Source: the environment that templates are written for is the one of transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,18 @@ from spile.messages import Message
 
 _OURS = ("messages", "add_generation_prompt")  # arguments that no caller can give
 # What a template, being a program, can do wrong.
-_PROGRAM_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_PROGRAM_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_MOST_CHARACTERS = 64_000_000  # of what a template makes: more than any context holds
+_MOST_BITS = 100_000  # of a power
+_MOST_STEPS = 10_000_000  # of all ranges of one run
 
 
 def render(
@@ -47,26 +58,61 @@ def render(
     variables |= {**(special_tokens or {}), **(arguments or {})}
     try:
         compiled = _environment().from_string(template)
-        text: str = compiled.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **variables
+        return _joined(
+            compiled.generate(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         )
-        return text
     except _Refusal as error:
         raise TextError(f"the chat template refuses the messages: {error}") from error
     except jinja2.TemplateSyntaxError as error:
         raise TextError(f"the chat template is damaged: line {error.lineno}: {error.message}") from error
     except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
-        raise TextError(f"the chat template failed: {quote(str(error))[1:-1]}") from error
+        reason = quote(str(error))[1:-1] or type(error).__name__
+        raise TextError(f"the chat template failed: {reason}") from error
 
 
 class _Refusal(Exception):
     """What a template raises by `raise_exception`."""
 
 
+def _joined(pieces: Iterable[str]) -> str:
+    kept, num_characters = [], 0
+    for piece in pieces:
+        num_characters += len(piece)
+        _check_size(num_characters, _MOST_CHARACTERS)
+        kept.append(piece)
+    return "".join(kept)
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise OverflowError("it makes something larger than any model can read")
+
+
 def _environment() -> Any:
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuses products and powers that would fill the memory, and loops that would not end."""
+
+        intercepted_binops = frozenset(("*", "**"))
+        num_steps = 0
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            for one, other in ((left, right), (right, left)):
+                if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int):
+                    _check_size(len(one) * other, _MOST_CHARACTERS)
+            if operator == "**" and isinstance(left, int) and isinstance(right, int):
+                _check_size(left.bit_length() * right, _MOST_BITS)
+            return super().call_binop(context, operator, left, right)
+
+        def count_range(self, *bounds: int) -> range:
+            found = safe_range(*bounds)
+            self.num_steps += len(found)
+            if self.num_steps > _MOST_STEPS:
+                raise OverflowError(f"its loops take more than {_MOST_STEPS:,} steps")
+            return found
 
     class Generation(Extension):
         """Marks what the assistant said, for training; here the block is just its content."""
@@ -78,9 +124,8 @@ def _environment() -> Any:
             body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return body
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    environment.globals["range"] = environment.count_range
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

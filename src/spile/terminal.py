@@ -27,12 +27,40 @@ _DIM = "\x1b[2m"
 _PLAIN = "\x1b[0m"
 _FEWEST_ROWS = 4  # of a screen that can spare one
 _SECONDS_BETWEEN = 0.1  # of two updates of the live line
+_TAB = 8  # columns between two stops
 # What a model writes must not drive the terminal: control characters but tab and newline are shown as '?'.
 _CONTROLS = {code: "?" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 
 
 class StdoutClosedError(Exception):
     """Whoever read standard output has closed it, as `| head` does. No failure of ours."""
+
+
+class Cursor:
+    """The column that text has brought the cursor to, since the last new line."""
+
+    def __init__(self) -> None:
+        self.column = 0  # as many as the screen has: in the last one, and the next character goes below
+
+    def advance(self, text: str, columns: int) -> None:
+        """Follow a text, without control sequences, that is written to a screen of so many columns."""
+        for character in text:
+            if character == "\n":
+                self.column = 0
+            elif character == "\t":
+                stop = (self.column // _TAB + 1) * _TAB
+                self.column = max(self.column, min(stop, columns - 1))
+            elif width := _width(character):
+                self.column = self.column + width if self.column + width <= columns else width
+
+    def is_at_margin(self, columns: int) -> bool:
+        """Whether the last column was written. Saving the cursor may lose that, and then the next character
+        takes the place of the last one (in tmux and screen).
+        """
+        return self.column >= columns
+
+
+_cursor = Cursor()  # of the one screen that a process has
 
 
 class Stdout:
@@ -55,6 +83,7 @@ class Stdout:
             return
         if self.is_terminal:
             text = text.translate(_CONTROLS)
+            _cursor.advance(text, _screen(self.stream)[0])
         self._at_line_start = text.endswith("\n")
         self._send(text)
 
@@ -177,12 +206,17 @@ class BottomLine(LiveLine):
     """A live line in the last row, for when the answer appears on the same screen.
 
     While it is shown, the terminal scrolls only the rows above it (DECSTBM, as apt and others do); they go to
-    the scrollback as ever. A screen of few rows, or one that is no terminal, has no such line.
+    the scrollback as ever. A screen of few rows, or one that is no terminal, has no such line. While the
+    cursor is at the right margin nothing is shown, as that would lose a character of the answer.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._rows = 0  # of the screen, as far as the line is shown
+
+    def show(self, make_text: Callable[[], str], *, at_once: bool = False) -> None:
+        if not _cursor.is_at_margin(_screen(self.stream)[0]):
+            super().show(make_text, at_once=at_once)
 
     def clear(self) -> None:
         """Take the line away and let all rows scroll again."""
@@ -306,7 +340,7 @@ def summary_lines(stats: Stats) -> list[str]:
 
 def unanswered_note(stats: Stats, context: int) -> str:
     """Return the sentence for an answer that ended inside of its reasoning."""
-    if stats.prompt_tokens + stats.completion_tokens > context:
+    if stats.prompt_tokens + stats.completion_tokens >= context:
         where = f"the context of {context:,} tokens was full"
     else:
         where = f"the limit of {stats.completion_tokens:,} tokens fell"
@@ -343,6 +377,17 @@ def prepare_streams() -> None:
 
 def _rate(tokens_per_second: float | None) -> str:
     return "- tok/s" if tokens_per_second is None else f"{tokens_per_second:,.1f} tok/s"
+
+
+def _width(character: str) -> int:
+    """Return the columns that a character takes."""
+    if character.isascii():
+        return 1
+    import unicodedata
+
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
 
 
 def _screen(stream: TextIO) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -186,25 +186,6 @@ class Tokenizer:
         if add_bos and bos_ids and tuple(token_ids[: len(bos_ids)]) != bos_ids:
             token_ids = [*bos_ids, *token_ids]
         return token_ids
-
-    def extend(self, token_ids: Sequence[int], answer_ids: Sequence[int], rest: str) -> list[int] | None:
-        """Turn text that goes on from an answer into ids without encoding the answer again: `token_ids` (of
-        prompt and answer), then those of `rest`.
-
-        Only where encoding would have parted the two at this place in any case, because `rest` begins with a
-        special token, and where the answer's ids hide nothing that its text lacks; else None.
-        """
-        vocabulary = self._known()
-        if vocabulary.offsets is None or any(i in vocabulary.special_ids for i in answer_ids):
-            return None
-        rest_ids = self.encode(rest, add_bos=False)
-        if not rest_ids or rest_ids[0] not in vocabulary.special_ids:
-            return None
-        try:
-            b"".join(map(vocabulary.entry_bytes, answer_ids)).decode()
-        except UnicodeDecodeError:
-            return None
-        return [*token_ids, *rest_ids]
 
     def entry(self, token_id: int) -> bytes:
         """Return what one token stands for, special tokens too; often only a part of a character."""

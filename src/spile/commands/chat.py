@@ -18,6 +18,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.errors import TextError
+from spile.options import check_text
 
 _OVERFLOW = ("stop", "drop-oldest")
 
@@ -42,6 +43,7 @@ def chat(
     source = one_of("MODEL", model_argument, "--model", engine.model)
     changes, arguments = sampling.changes(), template.arguments()
     check_choice("--overflow", overflow, _OVERFLOW)
+    check_text("--system", template.system or "")
     from spile.chat import Chat, ChatOptions, commands
     from spile.lines import default_history, open_lines
 

@@ -26,6 +26,7 @@ _DEFAULTS = Sampling()
 _ENGINE = EngineOptions()
 _MODEL_HELP = "A folder or a hub id; default: the demo model."
 THINK = ("show", "hide", "off")
+_ALSO_ARGUMENTS = ("MODEL", "PROMPT")  # flags whose value may be given without one
 
 PROMPT = "Prompt"
 ANSWER = "Answer"
@@ -46,9 +47,20 @@ def _set_debug(context: typer.Context, value: bool) -> bool:
     return value
 
 
+def _give_way(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """Let a positional argument win over a variable; the two are named X and X_argument."""
+    source = context.get_parameter_source(parameter.name or "")
+    is_variable = source is not None and source.name == "ENVIRONMENT"
+    if is_variable and context.params.get(f"{parameter.name}_argument") is not None:
+        return None
+    return value
+
+
 def option(*flags: str, help: str, panel: str | None = None, **more: Any) -> Any:
     """Declare a flag; its variable is SPILE_ and the first flag's name, as the help's last line says."""
     name = flags[0].split("/")[0].removeprefix("--").replace("-", "_").upper()
+    if name in _ALSO_ARGUMENTS:
+        more = {"callback": _give_way, **more}
     return typer.Option(
         *flags, envvar=f"SPILE_{name}", show_envvar=False, help=help, rich_help_panel=panel, **more
     )

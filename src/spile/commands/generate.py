@@ -20,6 +20,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.errors import OptionError
+from spile.options import check_text
 
 _LONGEST_PROMPT_NBYTES = 16_000_000  # of standard input: more than any context holds
 
@@ -52,6 +53,9 @@ def generate(
 ) -> None:
     """Answer a prompt."""
     text = _read_prompt(prompt_argument, prompt)
+    if not text and not raw:  # the chat template would hide it
+        raise OptionError("the prompt is empty")
+    check_text("--system", template.system or "")
     changes = sampling.changes(logprobs=logprobs, ignore_eos=ignore_eos or None)
     if logprobs is not None and not json:
         raise OptionError("--logprobs needs --json: they have no place in a text")
@@ -157,10 +161,7 @@ def _read_prompt(argument: str | None, flag: str | None) -> str:
     if text is None:
         raise OptionError("there is no prompt", "Give PROMPT, or - to read standard input.")
     if text != "-":
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise OptionError(f"the prompt is not valid UTF-8 at character {error.start:,}") from error
+        check_text("the prompt", text)
         return text
     data = sys.stdin.buffer.read(_LONGEST_PROMPT_NBYTES + 1) if sys.stdin is not None else b""
     if len(data) > _LONGEST_PROMPT_NBYTES:
