@@ -44,14 +44,6 @@ CacheShape Decoder::cache_shape() const {
   return {config_.num_kv_heads, config_.head_dim, config_.half_cache, config_.window, config_.max_chunk, config_.sliding};
 }
 
-size_t Decoder::scratch_nbytes() const {
-  size_t n = 0;
-  for (const auto* v : {&h_, &x_, &q_, &k_, &v_, &attended_, &probabilities_, &outputs_, &gate_, &up_, &rope_})
-    n += v->size() * sizeof(float);
-  for (const auto* v : {&planes_, &attended_planes_, &pair_planes_, &dense_planes_}) n += v->size();
-  return n;
-}
-
 void Decoder::begin(const Affine4& table, const int64_t* rows, int T) {
   T_ = T;
   pool_.run(T, [&](int t, int) {

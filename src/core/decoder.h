@@ -61,7 +61,6 @@ class Decoder {
   const DecoderConfig& config() const { return config_; }
   ThreadPool& threads() { return pool_; }
   CacheShape cache_shape() const;
-  size_t scratch_nbytes() const;
 
   // h = the embedding rows `rows[0 .. T)` of a 4-bit table.
   void begin(const Affine4& table, const int64_t* rows, int T);

@@ -241,7 +241,6 @@ NB_MODULE(_core, m) {
            })
       .def("set_layer", &set_layer)
       .def("set_final_norm", [](Decoder& self, uint64_t address) { self.final_norm = at<uint16_t>(address); })
-      .def_prop_ro("scratch_nbytes", &Decoder::scratch_nbytes)
       .def("new_cache", [](const Decoder& self) { return new KvCache(self.cache_shape()); }, nb::rv_policy::take_ownership)
       .def("begin",
            [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, Array<const int64_t, 1> rows) {

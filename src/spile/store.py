@@ -25,9 +25,8 @@ from spile.experts import Extent
 
 ENDED = 0  # the ticket of reads that ended before anybody could wait; real ones count from 1
 PAGE_NBYTES = 4096  # of direct reads: every file system in use takes this alignment
-NUM_THREADS = (
-    8  # queue depth: beyond it random reads of 262 kB got no faster (measured, virtio disk, 2026-11-30)
-)
+# Queue depth: beyond it random reads of 262 kB got no faster (measured, virtio disk, 2026-11-30).
+NUM_THREADS = 8
 
 
 class Store:
