@@ -141,7 +141,8 @@ class Model:
         return None if self._engine is None else self._engine.counters()
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return float32 logits [T, V] after each of T token ids. Needs no tokenizer.
+        """Return float32 logits [T, V] after each of T token ids. Needs no tokenizer. The array itself, 4 T V
+        bytes, comes on top of a memory budget.
 
         Raises: OptionError for ids that are none of the model's, ContextError for more than the context
         holds.
