@@ -105,47 +105,46 @@ nb::ndarray<nb::numpy, T> own(std::vector<T>&& values, std::initializer_list<siz
   return nb::ndarray<nb::numpy, T>(kept->data(), shape, nb::capsule(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); }));
 }
 
-// One linear layer by itself, for tests: y [T, out].
-nb::ndarray<nb::numpy, float> ternary_linear(Array<const float, 2> x, Array<const uint32_t, 2> codes,
-                                             Array<const uint16_t, 1> alpha, int activation_bytes, const std::string& isa) {
-  const Kernels* kernels = kernels_or_throw(isa);
-  const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
-  if (codes.shape(1) * 16 != n || alpha.shape(0) != out) throw nb::value_error("shapes of x, codes and alpha disagree");
+// One linear layer by itself, for tests: y [T, out]. `multiply` gets the T fixed vectors and where their results go.
+template <class Multiply>
+nb::ndarray<nb::numpy, float> linear(const Kernels* kernels, const Array<const float, 2>& x, size_t out, int activation_bytes,
+                                     Layout layout, const Multiply& multiply) {
+  const size_t T = x.shape(0), n = x.shape(1);
   Buffer<int8_t> planes(T * 3 * plane_nbytes(n));
+  std::vector<int32_t> groups(layout == Layout::kNibble ? T * num_group_sums(n) : 0);
   std::vector<Fixed> fixed(T);
   std::vector<const Fixed*> xs(T);
   std::vector<float> y(T * out);
   std::vector<float*> ys(T);
   for (size_t t = 0; t < T; ++t) {
-    fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, Layout::kTernary, planes.data() + t * 3 * plane_nbytes(n), nullptr);
+    fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, layout, planes.data() + t * 3 * plane_nbytes(n),
+                            groups.empty() ? nullptr : groups.data() + t * num_group_sums(n));
     xs[t] = &fixed[t];
     ys[t] = y.data() + t * out;
   }
-  kernels->ternary({reinterpret_cast<const uint8_t*>(codes.data()), alpha.data(), n}, 0, out, xs.data(), static_cast<int>(T), ys.data());
+  multiply(xs.data(), static_cast<int>(T), ys.data());
   return own<float, 2>(std::move(y), {T, out});
+}
+
+nb::ndarray<nb::numpy, float> ternary_linear(Array<const float, 2> x, Array<const uint32_t, 2> codes,
+                                             Array<const uint16_t, 1> alpha, int activation_bytes, const std::string& isa) {
+  const Kernels* kernels = kernels_or_throw(isa);
+  const size_t n = x.shape(1), out = codes.shape(0);
+  if (codes.shape(1) * 16 != n || alpha.shape(0) != out) throw nb::value_error("shapes of x, codes and alpha disagree");
+  const Ternary w = {reinterpret_cast<const uint8_t*>(codes.data()), alpha.data(), n};
+  return linear(kernels, x, out, activation_bytes, Layout::kTernary,
+                [&](const Fixed* const* xs, int T, float* const* ys) { kernels->ternary(w, 0, out, xs, T, ys); });
 }
 
 nb::ndarray<nb::numpy, float> affine4_linear(Array<const float, 2> x, Array<const uint32_t, 2> codes,
                                              Array<const uint16_t, 2> scales, Array<const uint16_t, 2> biases,
                                              int activation_bytes, const std::string& isa) {
   const Kernels* kernels = kernels_or_throw(isa);
-  const size_t T = x.shape(0), n = x.shape(1), out = codes.shape(0);
+  const size_t n = x.shape(1), out = codes.shape(0);
   if (codes.shape(1) * 8 != n || scales.shape(1) * 64 != n) throw nb::value_error("shapes of x, codes and scales disagree");
-  Buffer<int8_t> planes(T * 3 * plane_nbytes(n));
-  std::vector<int32_t> groups(T * num_group_sums(n));
-  std::vector<Fixed> fixed(T);
-  std::vector<const Fixed*> xs(T);
-  std::vector<float> y(T * out);
-  std::vector<float*> ys(T);
-  for (size_t t = 0; t < T; ++t) {
-    fixed[t] = kernels->fix(x.data() + t * n, n, activation_bytes, Layout::kNibble, planes.data() + t * 3 * plane_nbytes(n),
-                            groups.data() + t * num_group_sums(n));
-    xs[t] = &fixed[t];
-    ys[t] = y.data() + t * out;
-  }
-  kernels->affine4({reinterpret_cast<const uint8_t*>(codes.data()), scales.data(), biases.data(), n}, 0, out, xs.data(),
-                   static_cast<int>(T), ys.data());
-  return own<float, 2>(std::move(y), {T, out});
+  const Affine4 w = {reinterpret_cast<const uint8_t*>(codes.data()), scales.data(), biases.data(), n};
+  return linear(kernels, x, out, activation_bytes, Layout::kNibble,
+                [&](const Fixed* const* xs, int T, float* const* ys) { kernels->affine4(w, 0, out, xs, T, ys); });
 }
 
 // The ids of words, one after the other.

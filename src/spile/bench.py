@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 from spile.errors import CheckpointError, OptionError, WriteError
 from spile.generate import check_prompt
 from spile.replay import POLICIES, replay, sizes_to_try
-
-if TYPE_CHECKING:
-    from spile.slots import Batch
 
 _NO_TRACE = "is not a trace that `spile bench trace` wrote"
 _NUMPY_ERRORS = (  # of np.load, for what is no archive of arrays
@@ -124,21 +121,10 @@ def record_trace(
         engine = model.open()
         assert isinstance(engine, CpuEngine)
         chosen: list[NDArray[np.int32]] = []
-        experts = engine.experts
-        fetch = experts.fetch
-
-        def recording(
-            layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
-        ) -> Generator[Batch, None, None]:
-            if not in_order:  # one token
-                chosen.append(ids.copy())
-            yield from fetch(layer, ids, counts, in_order=in_order)
-
-        experts.fetch = recording  # type: ignore[method-assign]
         state = engine.new_state()
         logits = engine.prefill(state, ids)
+        engine.on_decode_route = chosen.append
         rng = np.random.default_rng(seed)
-        del chosen[:]
         for done in range(num_tokens):
             odds = np.exp((logits - logits.max()).astype(np.float64) / 0.8)
             logits = engine.decode(state, int(rng.choice(len(odds), p=odds / odds.sum())))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,8 @@ from spile import _core
 from spile.architectures.maple import MapleConfig, MapleModel
 from spile.errors import SpileError
 from spile.experts import ExpertTable
-from spile.plan import Plan
-from spile.store import Store, aligned_buffer
+from spile.plan import Plan, head_nbytes
+from spile.store import PAGE_NBYTES, Store, aligned_buffer
 
 PROBE_SECONDS = 0.4
 # Hit rate of the pool by the share of the experts that it holds. Between a trained model of balanced routing and a
@@ -80,13 +81,10 @@ def probe_machine(model: MapleModel, threads: int) -> Probe:
 def forecast(model: MapleModel, plan: Plan, probe: Probe) -> Forecast:
     """Predict the speed of a plan from a probe. Cost: none."""
     config, table = model.config, ExpertTable(model)
-    moe_layers = config.num_hidden_layers - config.first_k_dense_replace
-    num_experts = moe_layers * config.num_experts
-    token_nbytes = moe_layers * config.num_experts_per_tok * table.expert_nbytes
-    head_nbytes = sum(
-        model.checkpoint.tensors[f"lm_head.{part}"].nbytes for part in ("weight", "scales", "biases")
-    )
-    streamed = head_nbytes * (config.vocab_size - plan.num_head_rows) // config.vocab_size
+    num_experts = config.num_routed_experts
+    token_nbytes = config.num_moe_layers * config.num_experts_per_tok * table.expert_nbytes
+    whole_head = head_nbytes(model, config.vocab_size)
+    streamed = whole_head * (config.vocab_size - plan.num_head_rows) // config.vocab_size
     share = 1.0 if plan.is_mapped else plan.num_slots / max(1, num_experts)
     hit_rate = float(np.interp(share, _SHARES, _HIT_RATES))
     missed = int(token_nbytes * (1 - hit_rate)) + streamed
@@ -99,8 +97,8 @@ def forecast(model: MapleModel, plan: Plan, probe: Probe) -> Forecast:
         used * max(0, num_experts - (0 if plan.is_mapped else plan.num_slots)) * table.expert_nbytes
     )
 
-    def decode(rate: float | None) -> float | None:
-        return None if rate is None else 1 / (compute + missed / rate)
+    def decode(rate: float | None, nbytes: int) -> float | None:
+        return None if rate is None else 1 / (compute + nbytes / rate)
 
     def prefill(rate: float | None, overlap: bool) -> float | None:
         if rate is None:
@@ -110,20 +108,18 @@ def forecast(model: MapleModel, plan: Plan, probe: Probe) -> Forecast:
         return chunk / (slower + faster * (PREFILL_EXPOSED if overlap else 1.0))
 
     warm = float("inf") if plan.is_mapped else probe.cached_nbytes * CACHED_PART
-    decode_warm, prefill_warm = decode(warm), prefill(warm, overlap=False)
+    decode_warm, prefill_warm = decode(warm, missed), prefill(warm, overlap=False)
     assert decode_warm is not None
     assert prefill_warm is not None
-    cold = None if probe.disk_nbytes is None else probe.disk_nbytes
     # A mapped model is cold for its first seconds only, until the files have been read once.
-    if plan.is_mapped:
-        missed = token_nbytes + head_nbytes
+    missed_cold = token_nbytes + whole_head if plan.is_mapped else missed
     return Forecast(
         hit_rate,
         0 if plan.is_mapped else missed,
         decode_warm,
-        decode(cold),
+        decode(probe.disk_nbytes, missed_cold),
         prefill_warm,
-        prefill(cold, True),
+        prefill(probe.disk_nbytes, overlap=True),
     )
 
 
@@ -159,8 +155,7 @@ def _head_rate() -> float:
     return n * out / seconds
 
 
-def _seconds(work: object) -> float:
-    assert callable(work)
+def _seconds(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -180,16 +175,12 @@ def _disk_rate(model: MapleModel, table: ExpertTable) -> float | None:
 def _read_rate(table: ExpertTable, store: Store, seconds: float) -> float:
     rng = np.random.default_rng(os.getpid())
     layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
-    rooms = [Store.room(extent) + 4096 for extent in table.extents(layers[0], 0)]
+    # whole pages, and one more for an expert that begins elsewhere in its page
+    rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
     in_flight = 8
-    buffer = aligned_buffer(in_flight * sum(-(-room // 4096) * 4096 for room in rooms))
-    starts, at = [], buffer.ctypes.data
-    for _ in range(in_flight):
-        row = []
-        for room in rooms:
-            row.append(at)
-            at += -(-room // 4096) * 4096
-        starts.append(row)
+    buffer = aligned_buffer(in_flight * sum(rooms))
+    at = buffer.ctypes.data + np.cumsum([0, *rooms * in_flight])[:-1]
+    starts = at.reshape(in_flight, len(rooms)).tolist()
     tickets: list[int] = []
     nbytes, started = 0, time.perf_counter()
     turn = 0

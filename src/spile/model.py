@@ -444,7 +444,7 @@ def load(
                 raise TextError(f"there is no chat template {chat_template}")
             sidecar = replace(sidecar, chat_template=template)
         return Model(
-            open_engine=lambda: _open_engine(maple, options, tokenizer),
+            open_engine=lambda: _open_engine(maple, options),
             config=checkpoint.config,
             sidecar=sidecar,
             tokenizer=tokenizer,
@@ -462,7 +462,7 @@ def _engine_options(**values: Any) -> EngineOptions:
     return EngineOptions(**values)
 
 
-def _open_engine(maple: MapleModel, options: EngineOptions, tokenizer: Tokenizer | None) -> Engine:
+def _open_engine(maple: MapleModel, options: EngineOptions) -> Engine:
     from spile.engines import open_engine
 
     return open_engine(maple, options)

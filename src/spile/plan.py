@@ -80,7 +80,7 @@ def make_plan(model: MapleModel, table: ExpertTable, options: EngineOptions) -> 
     budget = options.memory_bytes
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
     total = _shard_nbytes(model)
-    num_experts = sum(table.num_experts for layer in range(table.num_layers) if table.is_moe(layer))
+    num_experts = model.config.num_routed_experts
     if options.slots is None and options.io in ("auto", "mapped"):
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
         if plan.parts.total <= room or not num_experts:
@@ -117,7 +117,18 @@ def _mapped_plan(
         experts=expert_nbytes,
         margin=MARGIN_NBYTES,
     )
-    return Plan(True, False, 0, 0, 0, config.vocab_size, chunk, context, options.memory_bytes, parts)
+    return Plan(
+        is_mapped=True,
+        is_direct=False,
+        num_slots=0,
+        least_slots=0,
+        most_slots=0,
+        num_head_rows=config.vocab_size,
+        prefill_chunk=chunk,
+        context=context,
+        budget_nbytes=options.memory_bytes,
+        parts=parts,
+    )
 
 
 def _pool_plan(
@@ -198,9 +209,16 @@ def kv_nbytes(config: MapleConfig, context: int, chunk: int, kv_bits: int) -> in
     position = (config.head_dim + -(-config.head_dim // 16) * 16) * config.num_key_value_heads * kv_bits // 8
     block = -(-position * BLOCK_POSITIONS // 4096) * 4096
     full_blocks = -(-context // BLOCK_POSITIONS)
-    ring_blocks = min((config.sliding_window + chunk - 2) // BLOCK_POSITIONS + 2, full_blocks)
+    ring = min(ring_blocks(config.sliding_window, chunk), full_blocks)
     sliding = sum(config.layer_is_sliding)
-    return block * (sliding * ring_blocks + (config.num_hidden_layers - sliding) * full_blocks)
+    return block * (sliding * ring + (config.num_hidden_layers - sliding) * full_blocks)
+
+
+def ring_blocks(window: int, chunk: int) -> int:
+    """Blocks of a sliding layer's ring: what a window before a chunk and the chunk itself can touch
+    (ring_blocks of src/core/kv_cache.h).
+    """
+    return (window + chunk - 2) // BLOCK_POSITIONS + 2
 
 
 def activation_nbytes(config: MapleConfig, chunk: int) -> int:
@@ -234,9 +252,8 @@ def resident_weight_nbytes(model: MapleModel) -> int:
         for name, tensor in model.checkpoint.tensors.items()
         if not name.startswith(apart) and ".switch_mlp." not in name
     )
-    moe_layers = config.num_hidden_layers - config.first_k_dense_replace
     rows = (len(PROJECTIONS) - 1) * config.moe_intermediate_size + config.hidden_size
-    return nbytes + 2 * moe_layers * config.num_experts * rows  # row alphas, BF16
+    return nbytes + 2 * config.num_routed_experts * rows  # row alphas, BF16
 
 
 def _default_context(config: MapleConfig, kv_bits: int, room: int) -> int:

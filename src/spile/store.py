@@ -76,25 +76,8 @@ class Store:
 
     def submit(self, extents: Sequence[Extent], addresses: Sequence[int]) -> int:
         """Start reading each extent into the page-aligned buffer at its address. Returns a ticket at once."""
-        requests = np.empty((len(extents), 5), np.uint64)  # fd, offset, wanted, room, address
-        for row, (extent, address) in enumerate(zip(extents, addresses, strict=True)):
-            delta = self.delta(extent)
-            if self.is_direct:
-                requests[row] = (
-                    self._fds[extent.shard],
-                    extent.offset - delta,
-                    delta + extent.nbytes,
-                    self.room(extent),
-                    address,
-                )
-            else:
-                requests[row] = (
-                    self._fds[extent.shard],
-                    extent.offset,
-                    extent.nbytes,
-                    extent.nbytes,
-                    address + delta,
-                )
+        shards, offsets, nbytes = np.array(extents, np.int64).reshape(-1, 3).T
+        requests = self._requests(shards, offsets, nbytes, np.array(addresses, np.int64))
         ticket = self._open_reader().submit(requests)
         self._extents[ticket] = extents
         return ticket
@@ -112,16 +95,7 @@ class Store:
         wait for it, and a reader thread beside them would take their cores.
         """
         n, m = offsets.shape
-        deltas = offsets % PAGE_NBYTES
-        requests = np.empty((n, m, 5), np.uint64)  # fd, offset, wanted, room, address
-        requests[..., 0] = np.array(self._fds, np.uint64)[shards]
-        if self.is_direct:
-            requests[..., 1], requests[..., 4] = offsets - deltas, addresses
-            requests[..., 2] = deltas + nbytes
-            requests[..., 3] = -(-(deltas + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        else:
-            requests[..., 1], requests[..., 4] = offsets, addresses + deltas
-            requests[..., 2] = requests[..., 3] = nbytes
+        requests = self._requests(shards, offsets, nbytes, addresses)
         done = np.zeros(n * m, np.uint8)
         if self.read_cached is not None and not self.is_direct:
             self.read_cached(requests.reshape(-1, 5), done)
@@ -205,6 +179,26 @@ class Store:
             self.drain()
             self._reader = None
         self._close_files()
+
+    def _requests(
+        self,
+        shards: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        addresses: NDArray[np.int64],
+    ) -> NDArray[np.uint64]:
+        """Return what the reader takes, [..., 5]: fd, offset, bytes wanted, bytes of room, address."""
+        deltas = offsets % PAGE_NBYTES
+        requests = np.empty((*offsets.shape, 5), np.uint64)
+        requests[..., 0] = np.array(self._fds, np.uint64)[shards]
+        if self.is_direct:
+            requests[..., 1], requests[..., 4] = offsets - deltas, addresses
+            requests[..., 2] = deltas + nbytes
+            requests[..., 3] = -(-(deltas + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        else:
+            requests[..., 1], requests[..., 4] = offsets, addresses + deltas
+            requests[..., 2] = requests[..., 3] = nbytes
+        return requests
 
     def _open_reader(self) -> _core.Reader:
         assert self._reader is not None, "the store was closed"

@@ -83,6 +83,15 @@ class MapleConfig:
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def num_routed_experts(self) -> int:
+        """Experts of all layers together."""
+        return self.num_moe_layers * self.num_experts
+
 
 @dataclass(frozen=True)
 class MapleModel:

@@ -156,7 +156,7 @@ def _plan_lines(maple: MapleModel, made: Plan, expected: Forecast | None) -> lis
     from spile.sizes import format_size
 
     config = maple.config
-    total = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
+    total = config.num_routed_experts
     lines = [f"{maple.checkpoint.folder}"]
     for name, meaning in _PARTS.items():
         lines.append(f"  {format_size(getattr(made.parts, name)):>8}  {meaning}")

@@ -24,13 +24,11 @@ from spile.errors import BudgetError, ContextError, OptionError
 from spile.experts import ExpertTable
 from spile.machine import memory_limit_bytes, physical_cores
 from spile.mapped import MappedExperts, Touch
-from spile.plan import make_plan
+from spile.plan import BLOCK_POSITIONS, make_plan, ring_blocks
 from spile.policy import Policy
 from spile.sizes import format_size
 from spile.slots import Slots
 from spile.store import Store
-
-_BLOCK_POSITIONS = 128  # kBlockPositions of src/core/kv_cache.h
 
 
 class CpuState:
@@ -46,9 +44,7 @@ class CpuState:
         self.cache: _core.KvCache | None = cache
         self.written = 0
         self._window = window
-        # As KvCache's ring_blocks() has it: what a window before a chunk and the chunk itself can touch.
-        blocks = ((window or 1) + max_chunk - 2) // _BLOCK_POSITIONS + 2
-        self._ring = blocks * _BLOCK_POSITIONS
+        self._ring = ring_blocks(window or 1, max_chunk) * BLOCK_POSITIONS
 
     @property
     def position(self) -> int:
@@ -98,6 +94,8 @@ class CpuEngine:
         plan = make_plan(model, table, options)
         self.plan, self._kv_bits = plan, options.kv_bits
         self.context = plan.context
+        # Told of each decoded token's experts, layer by layer; the ids are its own copy.
+        self.on_decode_route: Callable[[NDArray[np.int32]], None] | None = None
         self._closed = False
         self._touch: Touch | None = None
         self._store: Store | None = None
@@ -215,8 +213,7 @@ class CpuEngine:
         if plan.is_mapped:
             experts = "all experts mapped in place"
         else:
-            config = self._config
-            total = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
+            total = self._config.num_routed_experts
             reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
             experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
             if plan.num_head_rows < self.vocab_size:
@@ -293,6 +290,8 @@ class CpuEngine:
                 decoder.dense(layer)
             else:
                 num = decoder.route(layer, ids, counts)
+                if T == 1 and self.on_decode_route is not None:
+                    self.on_decode_route(ids[:num].copy())
                 batches = self.experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
                     for some_ids, places in batches:
