@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spile.synth import PRESETS, write_checkpoint
+from spile.making.synth import PRESETS, write_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 

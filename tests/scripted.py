@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fakes import write_byte_tokenizer
-from spile.checkpoint import Checkpoint, open_checkpoint
+from spile.files.checkpoint import Checkpoint, open_checkpoint
 
 WIDTH = 128
 PROMPT = "x"  # its token is the one before the script's first

@@ -18,14 +18,16 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from spile import _core, bpe, bpe_table, patterns, synth_tokenizer
-from spile import tokenizer as spile_tokenizer
-from spile.bpe import HEADER, Table, open_table, source_digest, table_path, write_table
-from spile.bpe_table import NoTableError, build_table
+from spile import _core
 from spile.errors import TextError
-from spile.tokenizer import Tokenizer, open_tokenizer
+from spile.making import synth_tokenizer
+from spile.text import bpe, bpe_table, patterns
+from spile.text import tokenizer as spile_tokenizer
+from spile.text.bpe import HEADER, Table, open_table, source_digest, table_path, write_table
+from spile.text.bpe_table import NoTableError, build_table
+from spile.text.tokenizer import Tokenizer, open_tokenizer
 
-DEMO = Path(spile_tokenizer.__file__).parent / "demo" / "model" / "tokenizer.json"
+DEMO = Path(spile_tokenizer.__file__).parents[1] / "demo" / "model" / "tokenizer.json"
 QWEN2 = synth_tokenizer.tokenizer_files(600, 2000, 0)[0]["tokenizer.json"]["pre_tokenizer"]["pretokenizers"][
     0
 ]
@@ -536,7 +538,7 @@ def test_tokenizer_without_a_table_works_as_before(
     def refuse(*args: Any, **keywords: Any) -> bytes:
         raise NoTableError("a test")
 
-    monkeypatch.setattr("spile.bpe_table.build_table", refuse)
+    monkeypatch.setattr("spile.text.bpe_table.build_table", refuse)
     tokenizer = opened()
     assert tokenizer.encode("hello there") == tokenizer.encode("hello there") == expected
     assert not tokenizer.is_loaded

@@ -18,12 +18,12 @@ import pytest
 
 from fakes import FakeEngine, write_byte_tokenizer
 from pseudo_terminal import Keys
-from spile.chat import Chat, ChatOptions, commands
 from spile.cli import run
+from spile.console.chat import Chat, ChatOptions, commands
 from spile.errors import ContextError, OptionError
 from spile.model import Model
-from spile.sidecar import read_sidecar
-from spile.tokenizer import open_tokenizer
+from spile.text.sidecar import read_sidecar
+from spile.text.tokenizer import open_tokenizer
 
 EOS, START = 256, 257
 TEMPLATE = (

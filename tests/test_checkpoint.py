@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from spile.architectures import open_model
-from spile.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_weight_map
 from spile.errors import CheckpointError, ModelNotFoundError, ReadError
-from spile.safetensors import read_header
+from spile.files.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_weight_map
+from spile.files.safetensors import read_header
 
 ONE_BYTE = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spile.conversation import Conversation
+from spile.console.conversation import Conversation
 from spile.errors import OptionError, SpileError, TextError, WriteError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -137,7 +137,7 @@ def test_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
 def test_file_that_is_too_long_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spile.conversation._LONGEST_FILE_NBYTES", 10)
+    monkeypatch.setattr("spile.console.conversation._LONGEST_FILE_NBYTES", 10)
     talk(1).save(tmp_path / "talk.json")
     with pytest.raises(TextError, match="is longer than the 10 bytes"):
         Conversation().load(tmp_path / "talk.json")

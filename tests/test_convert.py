@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spile import convert, writer
 from spile.architectures import open_model
 from spile.architectures.maple import Form
-from spile.checkpoint import open_checkpoint
-from spile.convert import convert_folder, pack, quantize_affine4, ternarize
 from spile.errors import CheckpointError, UnsupportedModelError, WriteError
-from spile.experts import decode_bf16, encode_bf16
+from spile.files import writer
+from spile.files.checkpoint import open_checkpoint
+from spile.making import convert
+from spile.making.convert import convert_folder, pack, quantize_affine4, ternarize
+from spile.residency.experts import decode_bf16, encode_bf16
 
 
 def row(*values: float) -> np.ndarray:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from spile import digests
-from spile.checkpoint import open_checkpoint
-from spile.convert import convert_folder
-from spile.digests import check_files, describe, record_files, records_folder
 from spile.errors import CheckpointError, ReadError, WriteError
-from spile.hub import resolve
-from spile.synth import SynthShape, write_checkpoint
+from spile.files import digests
+from spile.files.checkpoint import open_checkpoint
+from spile.files.digests import check_files, describe, record_files, records_folder
+from spile.files.hub import resolve
+from spile.making.convert import convert_folder
+from spile.making.synth import SynthShape, write_checkpoint
 
 EXPERT = "model.layers.1.mlp.switch_mlp.up_proj.weight"
 

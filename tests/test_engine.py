@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 import spile
 from spile import _core
 from spile.architectures.maple import open_maple
-from spile.checkpoint import open_checkpoint
 from spile.engines import EngineOptions, open_engine
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import BudgetError, ContextError, OptionError, ReadError
+from spile.files.checkpoint import open_checkpoint
 from spile.machine import physical_cores
+from spile.making.synth import SynthShape, write_checkpoint
 from spile.memory import current_memory_bytes
 from spile.sizes import parse_size
-from spile.synth import SynthShape, write_checkpoint
 
 SHAPE = SynthShape(
     num_hidden_layers=3, sliding_window=16, full_attention_interval=3, max_position_embeddings=300
@@ -390,7 +390,7 @@ def test_engines_leave_no_thread_file_or_memory_behind(folder: Path) -> None:
 def test_streamed_head_gives_the_same_bits_after_errors_and_interrupts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spile.plan.current_memory_bytes", lambda: 60_000_000)
+    monkeypatch.setattr("spile.residency.plan.current_memory_bytes", lambda: 60_000_000)
     shape = SynthShape(
         num_hidden_layers=2, vocab_size=60_000, max_position_embeddings=300, tokenizer_entries=0
     )

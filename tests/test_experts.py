@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spile import experts
 from spile.architectures import open_model
 from spile.architectures.maple import PROJECTIONS, MapleModel
-from spile.checkpoint import open_checkpoint
 from spile.errors import CheckpointError
-from spile.experts import ExpertTable, Extent, decode_bf16, encode_bf16, read_alphas, read_row_alpha
+from spile.files.checkpoint import open_checkpoint
+from spile.residency import experts
+from spile.residency.experts import ExpertTable, Extent, decode_bf16, encode_bf16, read_alphas, read_row_alpha
 
 Tiny = Callable[..., Path]
 

@@ -2,11 +2,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spile.architectures.maple import open_maple
-from spile.checkpoint import open_checkpoint
 from spile.engines import EngineOptions
-from spile.experts import ExpertTable
-from spile.forecast import Probe, forecast, layer_macs, probe_machine
-from spile.plan import make_plan
+from spile.files.checkpoint import open_checkpoint
+from spile.residency.experts import ExpertTable
+from spile.residency.forecast import Probe, forecast, layer_macs, probe_machine
+from spile.residency.plan import make_plan
 
 PROBE = Probe(macs=1e11, head_macs=6e10, cached_nbytes=2e10, disk_nbytes=1e9)
 

@@ -10,11 +10,11 @@ import pytest
 
 from fakes import FakeEngine, write_byte_tokenizer
 from spile.errors import ContextError, OptionError
-from spile.generate import Chunk, check_prompt, generate, join
-from spile.held import Held
-from spile.options import Sampling
-from spile.reasoning import ReasoningSplitter
-from spile.tokenizer import Tokenizer, open_tokenizer
+from spile.generation.generate import Chunk, check_prompt, generate, join
+from spile.generation.held import Held
+from spile.generation.options import Sampling
+from spile.text.reasoning import ReasoningSplitter
+from spile.text.tokenizer import Tokenizer, open_tokenizer
 
 EOS = 256
 
@@ -116,7 +116,7 @@ def test_answers_of_no_and_one_token_have_no_rate_and_no_infinity(script: list[i
 def test_decode_rate_leaves_the_prompt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only the engine moves: 2 s of prefill, then 0.5 s a token, the end token's included."""
     now = 100.0
-    monkeypatch.setattr("spile.generate.time.perf_counter", lambda: now)
+    monkeypatch.setattr("spile.generation.generate.time.perf_counter", lambda: now)
 
     class TimedEngine(FakeEngine):
         def prefill(self, *arguments: Any) -> Any:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
-from spile import hub
 from spile.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, WriteError
-from spile.hub import resolve
+from spile.files import hub
+from spile.files.hub import resolve
 
 Tiny = Callable[..., Path]
 HUB_ID = "org/maple-tiny"

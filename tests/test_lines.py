@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from spile.console.lines import PipeLines, TerminalLines, default_history, open_lines, read_message
 from spile.errors import OptionError
-from spile.lines import PipeLines, TerminalLines, default_history, open_lines, read_message
 
 
 def messages(data: bytes) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from spile.logprobs import measure
+from spile.generation.logprobs import measure
 
 
 @pytest.mark.parametrize("num_entries", [5, 300, 20_000])

@@ -12,10 +12,10 @@ import pytest
 
 from spile.architectures import open_model
 from spile.architectures.maple import Form, MapleModel, expected_tensors, open_maple, parse_config
-from spile.checkpoint import open_checkpoint
 from spile.errors import CheckpointError, ModelError, UnsupportedModelError
-from spile.synth import PRESETS
-from spile.writer import ShardWriter, Spec
+from spile.files.checkpoint import open_checkpoint
+from spile.files.writer import ShardWriter, Spec
+from spile.making.synth import PRESETS
 
 Tiny = Callable[..., Path]
 CONFIG = PRESETS["tiny"].config()

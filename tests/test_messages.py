@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spile.errors import OptionError
-from spile.messages import checked_tools, plain_messages
+from spile.text.messages import checked_tools, plain_messages
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -19,8 +19,8 @@ import spile
 from fakes import FakeEngine, write_byte_tokenizer
 from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError
 from spile.model import Model
-from spile.sidecar import read_sidecar
-from spile.tokenizer import open_tokenizer
+from spile.text.sidecar import read_sidecar
+from spile.text.tokenizer import open_tokenizer
 
 EOS = 256
 TEMPLATE = (

@@ -17,8 +17,8 @@ import pytest
 import spile
 from native.dump import fnv1a, write_all
 from spile.architectures.maple import open_maple
-from spile.checkpoint import open_checkpoint
 from spile.engines import EngineOptions, open_engine
+from spile.files.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("cmake", "g++", "aarch64-linux-gnu-g++", "qemu-aarch64")

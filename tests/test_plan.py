@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from spile import plan as plan_module
 from spile.architectures.maple import MapleModel, open_maple
-from spile.checkpoint import open_checkpoint
 from spile.engines import EngineOptions, open_engine
 from spile.errors import BudgetError
-from spile.experts import ExpertTable
-from spile.plan import CHUNKS, Plan, kv_nbytes, make_plan
+from spile.files.checkpoint import open_checkpoint
+from spile.making.synth import SynthShape, write_checkpoint
+from spile.residency import plan as plan_module
+from spile.residency.experts import ExpertTable
+from spile.residency.plan import CHUNKS, Plan, kv_nbytes, make_plan
+from spile.residency.slots import Slots
 from spile.sizes import parse_size
-from spile.slots import Slots
-from spile.synth import SynthShape, write_checkpoint
 
 MB = 1_000_000
 PROCESS = 60 * MB

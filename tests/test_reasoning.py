@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spile.reasoning import ReasoningSplitter, begins_inside, can_reason
+from spile.text.reasoning import ReasoningSplitter, begins_inside, can_reason
 
 
 def run(pieces: list[str], *, has_begun: bool = False) -> tuple[str, str, bool]:

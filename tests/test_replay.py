@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from spile.replay import POLICIES, replay, sizes_to_try
+from spile.residency.replay import POLICIES, replay, sizes_to_try
 
 
 def random_trace(seed: int, N: int = 60, L: int = 4, K: int = 2, E: int = 8) -> np.ndarray:

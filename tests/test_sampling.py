@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from spile.errors import ModelError, OptionError
-from spile.options import Sampling, sampling_of
-from spile.sampling import Sampler, _draw, largest
+from spile.generation.options import Sampling, sampling_of
+from spile.generation.sampling import Sampler, _draw, largest
 
 OPEN: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 # probabilities 1/2, 1/4, 1/8, 1/16, 1/16, in no order of ids

@@ -19,7 +19,7 @@ import pytest
 import spile
 from scripted import PROMPT, write_scripted
 from spile.cli import run
-from spile.generate import Completion, join
+from spile.generation.generate import Completion, join
 
 WORDS = [b"al", b"pha", b" be", b"ta", b" gam", b"ma"]
 CHARACTERS = (

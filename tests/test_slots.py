@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spile import slots as slots_module
 from spile.errors import ReadError
-from spile.experts import Extent
 from spile.memory import current_memory_bytes
-from spile.policy import Policy
-from spile.slots import Slots
-from spile.store import ENDED, Store
+from spile.residency import slots as slots_module
+from spile.residency.experts import Extent
+from spile.residency.policy import Policy
+from spile.residency.slots import Slots
+from spile.residency.store import ENDED, Store
 
 PARTS_NBYTES = (5000, 4096, 300)  # of gate, up, down: no alignment anywhere
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spile.stops import StopFilter, held_back
+from spile.text.stops import StopFilter, held_back
 
 
 def run(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], str | None]:

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from spile import _core, store
+from spile import _core
 from spile.errors import ReadError
-from spile.experts import Extent
-from spile.store import ENDED, PAGE_NBYTES, Store, aligned_buffer
+from spile.residency import store
+from spile.residency.experts import Extent
+from spile.residency.store import ENDED, PAGE_NBYTES, Store, aligned_buffer
 
 FILE_NBYTES = 5 * PAGE_NBYTES + 1234  # the end is inside a page
 # Offset and length: odd ones, a byte, within a page, across pages, whole pages, up to the end, everything.

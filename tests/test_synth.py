@@ -15,12 +15,12 @@ import pytest
 import tokenizers
 
 from reference import Reference
-from spile import writer
 from spile.architectures import open_model
-from spile.checkpoint import open_checkpoint
 from spile.errors import OptionError, WriteError
-from spile.synth import PRESETS, SynthShape, write_checkpoint
-from spile.synth_tokenizer import NUM_ADDED, tokenizer_files, write_tokenizer_file
+from spile.files import writer
+from spile.files.checkpoint import open_checkpoint
+from spile.making.synth import PRESETS, SynthShape, write_checkpoint
+from spile.making.synth_tokenizer import NUM_ADDED, tokenizer_files, write_tokenizer_file
 
 Tiny = Callable[..., Path]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spile.errors import OptionError, TextError
-from spile.sidecar import read_sidecar
-from spile.template import render
+from spile.text.sidecar import read_sidecar
+from spile.text.template import render
 
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = """{% for message in messages %}

@@ -6,9 +6,7 @@ import io
 
 import pytest
 
-from spile.errors import WriteError
-from spile.generate import Chunk, Stats
-from spile.terminal import (
+from spile.console.terminal import (
     AnswerWriter,
     BottomLine,
     Cursor,
@@ -24,6 +22,8 @@ from spile.terminal import (
     summary_lines,
     unanswered_note,
 )
+from spile.errors import WriteError
+from spile.generation.generate import Chunk, Stats
 
 STATS = Stats(
     prompt_tokens=1234,

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fakes import write_byte_tokenizer
 from spile.errors import TextError
-from spile.sidecar import read_sidecar
-from spile.tokenizer import Tokenizer, open_tokenizer
+from spile.text.sidecar import read_sidecar
+from spile.text.tokenizer import Tokenizer, open_tokenizer
 
 SAMPLES = {
     "flag": "a flag \U0001f1e9\U0001f1ea!",

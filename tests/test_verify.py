@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from spile import digests
 from spile import verify as module
-from spile.checkpoint import open_checkpoint
-from spile.digests import record_files
 from spile.errors import ModelNotFoundError, OptionError
+from spile.files import digests
+from spile.files.checkpoint import open_checkpoint
+from spile.files.digests import record_files
 from spile.verify import Row, heading, line, verify
 
 

@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def _prompt(model: str, num_tokens: int) -> str:
-    from spile.hub import resolve
-    from spile.tokenizer import open_tokenizer
+    from spile.files.hub import resolve
+    from spile.text.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(resolve(model), config={}, keep=True)
     assert tokenizer is not None, "the model has a tokenizer"

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from spile.logprobs import measure
-from spile.options import Sampling
-from spile.sampling import Sampler
+from spile.generation.logprobs import measure
+from spile.generation.options import Sampling
+from spile.generation.sampling import Sampler
 
 NUM_ENTRIES = 151_669
 NUM_ROWS = 151_936

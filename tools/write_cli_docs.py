@@ -66,7 +66,7 @@ Commands inside of a chat:
 
 def page() -> str:
     """Return what docs/cli.md should hold."""
-    from spile.chat import HELP
+    from spile.console.chat import HELP
 
     parts = [BEGIN]
     for path, text in help_texts(app):

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from spile.errors import TextError as TextError
     from spile.errors import UnsupportedModelError as UnsupportedModelError
     from spile.errors import WriteError as WriteError
-    from spile.generate import Chunk as Chunk
-    from spile.generate import Completion as Completion
-    from spile.generate import Stats as Stats
-    from spile.held import Held as Held
-    from spile.logprobs import Logprob as Logprob
+    from spile.generation.generate import Chunk as Chunk
+    from spile.generation.generate import Completion as Completion
+    from spile.generation.generate import Stats as Stats
+    from spile.generation.held import Held as Held
+    from spile.generation.logprobs import Logprob as Logprob
+    from spile.generation.options import Sampling as Sampling
     from spile.model import Model as Model
     from spile.model import load as load
-    from spile.options import Sampling as Sampling
 
 __version__ = "0.1.0"
 
@@ -51,14 +51,14 @@ _NAME_TO_MODULE = {
     "TextError": "errors",
     "UnsupportedModelError": "errors",
     "WriteError": "errors",
-    "Chunk": "generate",
-    "Completion": "generate",
-    "Stats": "generate",
-    "Held": "held",
-    "Logprob": "logprobs",
+    "Chunk": "generation.generate",
+    "Completion": "generation.generate",
+    "Stats": "generation.generate",
+    "Held": "generation.held",
+    "Logprob": "generation.logprobs",
     "Model": "model",
     "load": "model",
-    "Sampling": "options",
+    "Sampling": "generation.options",
 }
 
 __all__ = [

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.errors import CheckpointError, OptionError, WriteError
-from spile.generate import check_prompt
-from spile.replay import POLICIES, replay, sizes_to_try
+from spile.generation.generate import check_prompt
+from spile.residency.replay import POLICIES, replay, sizes_to_try
 
 _NO_TRACE = "is not a trace that `spile bench trace` wrote"
 _NUMPY_ERRORS = (  # of np.load, for what is no archive of arrays

@@ -23,8 +23,8 @@ from spile.commands.generate import generate
 from spile.commands.help import HelpCommand, HelpGroup
 from spile.commands.memory import bench, plan
 from spile.commands.models import convert, synth, verify
+from spile.console.terminal import note
 from spile.errors import OptionError, SpileError
-from spile.terminal import note
 
 app = typer.Typer(
     name="spile",
@@ -40,7 +40,7 @@ app.add_typer(bench)
 
 def _show_version(value: bool) -> None:
     if value:
-        from spile.terminal import Stdout
+        from spile.console.terminal import Stdout
 
         Stdout(sys.stdout).write(f"spile {__version__}\n")
         raise typer.Exit
@@ -61,7 +61,7 @@ def _root(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Every error of a command ends here."""
-    from spile.terminal import StdoutClosedError, prepare_streams
+    from spile.console.terminal import StdoutClosedError, prepare_streams
 
     prepare_streams()
     # NumPy's BLAS would start a thread a core; nothing here uses it.

@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError, quote
-from spile.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
-from spile.held import Held
-from spile.options import Sampling, sampling_of
-from spile.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
-from spile.reasoning import can_reason
-from spile.sidecar import Sidecar, eos_ids_of, read_sidecar, read_text
+from spile.generation.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
+from spile.generation.held import Held
+from spile.generation.options import Sampling, sampling_of
 from spile.sizes import format_size, parse_size
-from spile.tokenizer import Tokenizer, open_tokenizer
+from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
+from spile.text.reasoning import can_reason
+from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar, read_text
+from spile.text.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
@@ -410,8 +410,8 @@ def load(
     """
     from spile.architectures import open_model
     from spile.architectures.maple import Form
-    from spile.checkpoint import open_checkpoint
-    from spile.hub import resolve
+    from spile.files.checkpoint import open_checkpoint
+    from spile.files.hub import resolve
 
     for name, value in (("source", source), ("chat_template", chat_template)):
         if value is not None and not isinstance(value, (str, Path)):
@@ -469,8 +469,8 @@ def _open_engine(maple: MapleModel, options: EngineOptions) -> Engine:
 
 
 def _plan_context(maple: MapleModel, options: EngineOptions) -> int:
-    from spile.experts import ExpertTable
-    from spile.plan import make_plan
+    from spile.residency.experts import ExpertTable
+    from spile.residency.plan import make_plan
 
     return make_plan(maple, ExpertTable(maple), options).context
 
@@ -480,8 +480,8 @@ def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
     one.
     """
     from spile.architectures import open_model
-    from spile.checkpoint import open_checkpoint
-    from spile.convert import convert_folder
+    from spile.files.checkpoint import open_checkpoint
+    from spile.making.convert import convert_folder
 
     folder = maple.checkpoint.folder
     packed_nbytes = int(_PACKED_PART * sum(tensor.nbytes for tensor in maple.checkpoint.tensors.values()))

@@ -168,10 +168,10 @@ def verify(
         ReadError, WriteError: see `digests.check_files`.
     """
     from spile.architectures.maple import Form, open_maple
-    from spile.checkpoint import open_checkpoint
-    from spile.digests import check_files
-    from spile.experts import ExpertTable
-    from spile.hub import resolve
+    from spile.files.checkpoint import open_checkpoint
+    from spile.files.digests import check_files
+    from spile.files.hub import resolve
+    from spile.residency.experts import ExpertTable
 
     for name, number in (("tokens", tokens), ("decoded", decoded), *_numbered("memory", memories)):
         if number is not None and number < 1:
@@ -315,7 +315,7 @@ def _other_isas() -> list[str]:
 
 def _fixed_ids(folder: Path, config: Any, vocab_size: int, num_tokens: int) -> tuple[list[int], str]:
     """Return the ids of the fixed text: by the model's tokenizer, or one a byte where it has none."""
-    from spile.tokenizer import open_tokenizer
+    from spile.text.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(folder, config=config)
     if tokenizer is None:
@@ -367,8 +367,8 @@ def _python_path() -> str:
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """Compute one row, in the process of its own."""
     from spile.architectures.maple import open_maple
-    from spile.checkpoint import open_checkpoint
     from spile.engines import EngineOptions, open_engine
+    from spile.files.checkpoint import open_checkpoint
     from spile.memory import peak_memory_bytes
 
     start = time.perf_counter()

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from spile.architectures.maple import open_maple
-from spile.checkpoint import open_checkpoint
-from spile.experts import read_row_alpha
-from spile.synth import SynthShape, write_checkpoint
+from spile.files.checkpoint import open_checkpoint
+from spile.making.synth import SynthShape, write_checkpoint
+from spile.residency.experts import read_row_alpha
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 # No width is a multiple of what one instruction takes; the first layer is dense; several blocks of the cache.

@@ -13,7 +13,7 @@ from spile.errors import UnsupportedModelError, quote
 
 if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
-    from spile.checkpoint import Checkpoint
+    from spile.files.checkpoint import Checkpoint
 
 MODEL_TYPES = ("maple",)
 _CLASS_TO_MODEL_TYPE = {"MapleForCausalLM": "maple"}

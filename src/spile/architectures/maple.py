@@ -16,8 +16,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from spile.architectures import find_model_type
-from spile.checkpoint import Checkpoint, Tensor
 from spile.errors import CheckpointError, UnsupportedModelError, quote
+from spile.files.checkpoint import Checkpoint, Tensor
 
 EMBEDDING_NAMES = ("model.word_embeddings", "model.embed_tokens")
 TERNARY_BITS, TERNARY_GROUP = 2, 128

@@ -18,7 +18,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.errors import TextError
-from spile.options import check_text
+from spile.generation.options import check_text
 
 _OVERFLOW = ("stop", "drop-oldest")
 
@@ -44,8 +44,8 @@ def chat(
     changes, arguments = sampling.changes(), template.arguments()
     check_choice("--overflow", overflow, _OVERFLOW)
     check_text("--system", template.system or "")
-    from spile.chat import Chat, ChatOptions, commands
-    from spile.lines import default_history, open_lines
+    from spile.console.chat import Chat, ChatOptions, commands
+    from spile.console.lines import default_history, open_lines
 
     if history is None:
         history = default_history()

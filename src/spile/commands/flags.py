@@ -17,7 +17,7 @@ import typer
 
 from spile.engines import EngineOptions
 from spile.errors import OptionError
-from spile.options import Sampling
+from spile.generation.options import Sampling
 
 if TYPE_CHECKING:
     from spile.model import Model
@@ -243,8 +243,8 @@ class EngineFlags:
 
         Raises: as `spile.load`.
         """
+        from spile.console.terminal import note
         from spile.model import load
-        from spile.terminal import note
 
         return load(
             self.model if model is None else model,

@@ -20,7 +20,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.errors import OptionError
-from spile.options import check_text
+from spile.generation.options import check_text
 
 _LONGEST_PROMPT_NBYTES = 16_000_000  # of standard input: more than any context holds
 
@@ -74,8 +74,8 @@ def generate(
 
 def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool) -> None:
     """Stream one answer, then what it took."""
-    from spile.generate import join
-    from spile.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
+    from spile.console.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
+    from spile.generation.generate import join
 
     stdout = Stdout(sys.stdout)
     shows_reasoning = think == "show" and not json

@@ -92,7 +92,7 @@ def _through_stdout(option: Any) -> Any:
 
 
 def _show_help(context: Any, parameter: Any, value: bool) -> None:
-    from spile.terminal import Stdout
+    from spile.console.terminal import Stdout
 
     if value and not context.resilient_parsing:
         Stdout(sys.stdout).write(context.get_help() + "\n")

@@ -15,8 +15,8 @@ from spile.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
-    from spile.forecast import Forecast
-    from spile.plan import Plan
+    from spile.residency.forecast import Forecast
+    from spile.residency.plan import Plan
 
 _PARTS = {
     "process": "interpreter, libraries, text",
@@ -53,12 +53,12 @@ def plan(
 ) -> None:
     """Say whether a model fits a budget, where each byte goes, and how fast it will be."""
     source = one_of("MODEL", model_argument, "--model", model)
+    from spile.console.terminal import Stdout
     from spile.engines import EngineOptions
-    from spile.experts import ExpertTable
-    from spile.forecast import forecast, probe_machine
     from spile.machine import physical_cores
-    from spile.plan import make_plan
-    from spile.terminal import Stdout
+    from spile.residency.experts import ExpertTable
+    from spile.residency.forecast import forecast, probe_machine
+    from spile.residency.plan import make_plan
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits)
@@ -88,7 +88,7 @@ def trace(
 ) -> None:
     """Record which experts the router chooses while a model writes."""
     from spile.bench import check_destination, record_trace
-    from spile.terminal import LiveLine, Stdout
+    from spile.console.terminal import LiveLine, Stdout
 
     stdout = Stdout(sys.stdout)
     check_destination(out)
@@ -111,7 +111,7 @@ def replay(
 ) -> None:
     """Compare policies on a trace, and say what more memory would buy."""
     from spile.bench import Recorded, replay_rows
-    from spile.terminal import Stdout
+    from spile.console.terminal import Stdout
 
     stdout = Stdout(sys.stdout)
     rows = replay_rows(Recorded.load(file))
@@ -131,8 +131,8 @@ def replay(
 def _open(source: str | None, offline: bool) -> MapleModel:
     from spile.architectures import open_model
     from spile.architectures.maple import Form
-    from spile.checkpoint import open_checkpoint
-    from spile.hub import resolve
+    from spile.files.checkpoint import open_checkpoint
+    from spile.files.hub import resolve
 
     maple = open_model(open_checkpoint(resolve(source, offline=offline)))
     if maple.form is Form.BF16:

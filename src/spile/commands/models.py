@@ -20,8 +20,8 @@ from spile.commands.flags import (
     option,
     size_or_auto,
 )
+from spile.console.terminal import note
 from spile.errors import OptionError
-from spile.terminal import note
 
 
 def verify(
@@ -53,7 +53,7 @@ def verify(
         raise OptionError(f"--no-files and {flag} contradict each other: give one of the two")
     from spile import verify as certificate
     from spile.commands.generate import json_line
-    from spile.terminal import LiveLine, Stdout, bytes_text
+    from spile.console.terminal import LiveLine, Stdout, bytes_text
 
     stdout, live = Stdout(sys.stdout), LiveLine(sys.stderr)
     has_heading = False
@@ -92,7 +92,7 @@ def verify(
         stdout.write(json_line(report.as_dict()))
     else:
         if report.files is not None:
-            from spile.digests import describe
+            from spile.files.digests import describe
 
             stdout.write("\n".join(describe(report.files)) + "\n")
         stdout.write(report.verdict() + "\n")
@@ -154,7 +154,7 @@ def synth(
     flags = locals()
     from dataclasses import replace
 
-    from spile.synth import PRESETS, write_checkpoint
+    from spile.making.synth import PRESETS, write_checkpoint
 
     if preset not in PRESETS:
         raise OptionError(f"there is no preset {preset!r}: there are {', '.join(sorted(PRESETS))}")
@@ -182,8 +182,8 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Pack a bf16 source into the 2-bit form that spile runs."""
-    from spile.convert import convert_folder
-    from spile.hub import resolve
+    from spile.files.hub import resolve
+    from spile.making.convert import convert_folder
 
     folder = resolve(source, offline=offline)
     _with_progress(
@@ -194,8 +194,8 @@ def convert(
 
 def _record(folder: Path) -> None:
     """Record the digests of a folder that was just written, so that `verify` finds later damage."""
-    from spile.checkpoint import open_checkpoint
-    from spile.digests import record_files
+    from spile.files.checkpoint import open_checkpoint
+    from spile.files.digests import record_files
 
     checkpoint = open_checkpoint(folder)
     notes = _with_progress(
@@ -207,7 +207,7 @@ def _record(folder: Path) -> None:
 
 
 def _with_progress(what: str, work: Callable[[Callable[[int, int], None]], _Result]) -> _Result:
-    from spile.terminal import LiveLine, bytes_text
+    from spile.console.terminal import LiveLine, bytes_text
 
     live = LiveLine(sys.stderr)
     try:

@@ -21,14 +21,14 @@ from spile.engines.base import Counters, State
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError
-from spile.experts import ExpertTable
 from spile.machine import memory_limit_bytes, physical_cores
-from spile.mapped import MappedExperts, Touch
-from spile.plan import BLOCK_POSITIONS, make_plan, ring_blocks
-from spile.policy import Policy
+from spile.residency.experts import ExpertTable
+from spile.residency.mapped import MappedExperts, Touch
+from spile.residency.plan import BLOCK_POSITIONS, make_plan, ring_blocks
+from spile.residency.policy import Policy
+from spile.residency.slots import Slots
+from spile.residency.store import Store
 from spile.sizes import format_size
-from spile.slots import Slots
-from spile.store import Store
 
 
 class CpuState:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures.maple import Form, MapleModel
-from spile.checkpoint import read_into
 from spile.errors import ReadError
-from spile.experts import Extent, read_alphas, read_row_alpha
-from spile.store import Store
+from spile.files.checkpoint import read_into
+from spile.residency.experts import Extent, read_alphas, read_row_alpha
+from spile.residency.store import Store
 
 OnProgress = Callable[[int, int], None]
 

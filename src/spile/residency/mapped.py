@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
-from spile.experts import ExpertTable
-from spile.slots import Batch
+from spile.residency.experts import ExpertTable
+from spile.residency.slots import Batch
 
 _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from spile.errors import OptionError, TextError, quote
-from spile.messages import Message
+from spile.text.messages import Message
 
 _OURS = ("messages", "add_generation_prompt")  # arguments that no caller can give
 # What a template, being a program, can do wrong.

@@ -15,12 +15,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.conversation import Conversation
-from spile.errors import ContextError, OptionError, SpileError, quote
-from spile.generate import Chunk, Stats, join
-from spile.lines import Lines, read_message
-from spile.options import Sampling
-from spile.terminal import (
+from spile.console.conversation import Conversation
+from spile.console.lines import Lines, read_message
+from spile.console.terminal import (
     AnswerWriter,
     Progress,
     Stdout,
@@ -30,6 +27,9 @@ from spile.terminal import (
     summary_lines,
     unanswered_note,
 )
+from spile.errors import ContextError, OptionError, SpileError, quote
+from spile.generation.generate import Chunk, Stats, join
+from spile.generation.options import Sampling
 
 if TYPE_CHECKING:
     from spile.model import Model

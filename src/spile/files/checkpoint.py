@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from spile.errors import CheckpointError, ModelNotFoundError, ReadError, quote
-from spile.safetensors import read_header, strict_json
+from spile.files.safetensors import read_header, strict_json
 
 INDEX_NAME = "model.safetensors.index.json"
 _LARGEST_CONFIG_NBYTES = 10_000_000

@@ -31,14 +31,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spile.checkpoint import Checkpoint, read_json_object
 from spile.errors import CheckpointError, ReadError, WriteError
+from spile.files.checkpoint import Checkpoint, read_json_object
 
 FORMAT = 1
 READ_NBYTES = 4 << 20  # one pread; larger ones are no faster here
 DIGEST_NBYTES = 16  # SHA-256, cut: a record of the 20B model is 0.7 MB instead of 1.3
 LARGEST_RECORD_NBYTES = 100_000_000
-SHIPPED_RECORDS = Path(__file__).parent / "records"  # made by `spile verify MODEL --manifest FILE`
+SHIPPED_RECORDS = Path(__file__).parents[1] / "records"  # made by `spile verify MODEL --manifest FILE`
 
 Digests = Mapping[str, tuple[str, ...]]  # tensor name, or "config.json" -> one digest, or one an expert
 

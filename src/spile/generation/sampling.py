@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.errors import ModelError, OptionError
-from spile.options import Sampling
+from spile.generation.options import Sampling
 
 _NUM_BLOCKS = 1024  # of the logits, to find the largest 40: 0.10 ms of 151,936 (np.argpartition: 0.99 ms)
 _BLOCK = 1024  # of weights, in a draw

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from spile.console.terminal import note
 from spile.errors import OptionError
-from spile.terminal import note
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures.maple import PROJECTIONS, Form, MapleModel
-from spile.checkpoint import Tensor, read_into
 from spile.errors import CheckpointError
+from spile.files.checkpoint import Tensor, read_into
 
 _PIECE_NBYTES = 4_000_000  # of scales and of biases each: a full-size model has 600 MB of them
 _SIGN, _MAGNITUDE, _EXPONENT = np.uint16(0x8000), np.uint16(0x7FFF), np.uint16(0x7F80)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spile import memory
-from spile.alphabet import byte_alphabet, entry_bytes
 from spile.errors import TextError, quote
-from spile.sidecar import Sidecar, eos_ids_of, read_sidecar
+from spile.text.alphabet import byte_alphabet, entry_bytes
+from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar
 
 if TYPE_CHECKING:
-    from spile.bpe import Table
+    from spile.text.bpe import Table
 
 # The size of tokenizer.json from which a table is made: it takes two seconds, once. Smaller ones, of 10,000
 # entries and fewer, load in 30 ms and 10 MB.
@@ -241,7 +241,7 @@ class Tokenizer:
             try:
                 if self.path.stat().st_size < TABLE_FROM_NBYTES:
                     return None
-                from spile.bpe import open_table, source_digest
+                from spile.text.bpe import open_table, source_digest
 
                 self._digest = source_digest(self.path)
             except OSError:
@@ -254,8 +254,8 @@ class Tokenizer:
         digest, self._digest = self._digest, b""
         if not digest:
             return None
-        from spile.bpe import Table, open_table, write_table
-        from spile.bpe_table import NoTableError, build_table
+        from spile.text.bpe import Table, open_table, write_table
+        from spile.text.bpe_table import NoTableError, build_table
 
         loaded = self._load()
         try:

@@ -32,10 +32,18 @@ from spile.architectures.maple import (
     expected_tensors,
     open_maple,
 )
-from spile.checkpoint import Tensor, open_checkpoint, read_into
 from spile.errors import CheckpointError, UnsupportedModelError
-from spile.experts import decode_bf16, encode_bf16
-from spile.writer import ShardWriter, Spec, atomic_folder, count_units, split_shards, write_index, write_json
+from spile.files.checkpoint import Tensor, open_checkpoint, read_into
+from spile.files.writer import (
+    ShardWriter,
+    Spec,
+    atomic_folder,
+    count_units,
+    split_shards,
+    write_index,
+    write_json,
+)
+from spile.residency.experts import decode_bf16, encode_bf16
 
 Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.errors import ReadError
-from spile.experts import Extent
+from spile.residency.experts import Extent
 
 ENDED = 0  # the ticket of reads that ended before anybody could wait; real ones count from 1
 PAGE_NBYTES = 4096  # of direct reads: every file system in use takes this alignment

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.checkpoint import INDEX_NAME
 from spile.errors import WriteError
-from spile.safetensors import DTYPE_BITS
+from spile.files.checkpoint import INDEX_NAME
+from spile.files.safetensors import DTYPE_BITS
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESERVE_NBYTES = 16_000_000  # for config, tokenizer and the file system's own tables

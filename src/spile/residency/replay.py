@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.policy import Policy
+from spile.residency.policy import Policy
 
 Trace = NDArray[np.int32]
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spile.architectures import find_model_type
-from spile.checkpoint import INDEX_NAME, check_folder, read_config, read_weight_map
 from spile.errors import CheckpointError, ModelError, ModelNotFoundError, SpileError, WriteError, quote
-from spile.writer import FULL_DISK
+from spile.files.checkpoint import INDEX_NAME, check_folder, read_config, read_weight_map
+from spile.files.writer import FULL_DISK
 
-DEMO_FOLDER = Path(__file__).parent / "demo" / "model"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _LARGEST_TEXT_FILE_NBYTES = 100_000_000
 _RESERVE_NBYTES = 100_000_000  # free disk to leave

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.sampling import largest
+from spile.generation.sampling import largest
 
 
 class Alternative(NamedTuple):

@@ -12,10 +12,10 @@ from numbers import Integral
 from typing import Any
 
 from spile.errors import OptionError, TextError
-from spile.messages import Message, checked_tools, plain_messages
-from spile.reasoning import ReasoningSplitter, begins_inside, can_reason
-from spile.sidecar import Sidecar
-from spile.template import render
+from spile.text.messages import Message, checked_tools, plain_messages
+from spile.text.reasoning import ReasoningSplitter, begins_inside, can_reason
+from spile.text.sidecar import Sidecar
+from spile.text.template import render
 
 Prompt = str | Sequence[Message] | Sequence[int]  # text, messages, or token ids
 OnNote = Callable[[str], None]

@@ -21,9 +21,9 @@ import numpy as np
 from spile import _core
 from spile.architectures.maple import MapleConfig, MapleModel
 from spile.errors import SpileError
-from spile.experts import ExpertTable
-from spile.plan import Plan, head_nbytes
-from spile.store import PAGE_NBYTES, Store, aligned_buffer
+from spile.residency.experts import ExpertTable
+from spile.residency.plan import Plan, head_nbytes
+from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 
 PROBE_SECONDS = 0.4
 # Hit rate of the pool by the share of the experts that it holds. Between a trained model of balanced routing and a

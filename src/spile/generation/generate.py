@@ -16,13 +16,13 @@ from typing import Any, Literal
 from spile import memory
 from spile.engines.base import Counters, Engine
 from spile.errors import ContextError, OptionError
-from spile.held import Held
-from spile.logprobs import Logprob, measure
-from spile.options import Sampling
-from spile.reasoning import Piece, ReasoningSplitter
-from spile.sampling import Sampler
-from spile.stops import StopFilter
-from spile.tokenizer import Decoder
+from spile.generation.held import Held
+from spile.generation.logprobs import Logprob, measure
+from spile.generation.options import Sampling
+from spile.generation.sampling import Sampler
+from spile.text.reasoning import Piece, ReasoningSplitter
+from spile.text.stops import StopFilter
+from spile.text.tokenizer import Decoder
 
 FinishReason = Literal["stop", "length"]
 OnPrefill = Callable[[int, int], None]  # tokens done, tokens in all

@@ -31,9 +31,17 @@ from spile.architectures.maple import (
     parse_config,
 )
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
-from spile.experts import decode_bf16, encode_bf16
-from spile.synth_tokenizer import NUM_BYTES, tokenizer_files, write_tokenizer_file
-from spile.writer import ShardWriter, Spec, atomic_folder, count_units, split_shards, write_index, write_json
+from spile.files.writer import (
+    ShardWriter,
+    Spec,
+    atomic_folder,
+    count_units,
+    split_shards,
+    write_index,
+    write_json,
+)
+from spile.making.synth_tokenizer import NUM_BYTES, tokenizer_files, write_tokenizer_file
+from spile.residency.experts import decode_bf16, encode_bf16
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from tokenizers import normalizers, pre_tokenizers
 
 from spile import _core
-from spile.alphabet import byte_alphabet, entry_bytes
-from spile.bpe import (
+from spile.text.alphabet import byte_alphabet, entry_bytes
+from spile.text.bpe import (
     DIGEST_AT,
     GPT2_PATTERN,
     HEADER,
@@ -39,7 +39,7 @@ from spile.bpe import (
     Table,
     meta_bytes,
 )
-from spile.patterns import Pattern, PatternError, Ranges
+from spile.text.patterns import Pattern, PatternError, Ranges
 
 _CHUNK = 0x1000  # code points asked about at a time: `tokenizers` keeps 16 bytes for each byte of text
 _CHARACTERS = [(0, 0xD7FF), (0xE000, 0x10FFFF)]  # all that text can hold: no surrogates

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.experts import ExpertTable
-from spile.policy import Policy
-from spile.store import PAGE_NBYTES, Store, private_memory
+from spile.residency.experts import ExpertTable
+from spile.residency.policy import Policy
+from spile.residency.store import PAGE_NBYTES, Store, private_memory
 
 Batch = tuple[NDArray[np.int32], NDArray[np.uint64]]  # expert ids [n], addresses [n, 3] of gate, up, down
 _FREE = -1

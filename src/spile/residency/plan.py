@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from spile.architectures.maple import PROJECTIONS, MapleConfig, MapleModel
 from spile.engines import EngineOptions
 from spile.errors import BudgetError, ReadError
-from spile.experts import ExpertTable
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes
+from spile.residency.experts import ExpertTable
+from spile.residency.slots import Slots
 from spile.sizes import format_size
-from spile.slots import Slots
 
 BLOCK_POSITIONS = 128  # of the KV cache, as in kv_cache.h
 CHUNKS = (512, 256, 128, 64, 32, 16)  # prefill chunks to choose from, in tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spile.stops import held_back
+from spile.text.stops import held_back
 
 BEGIN = "<think>"
 END = "</think>"

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from spile import _core
-from spile.patterns import Pattern, PatternError, Ranges, are_ranges, one_of
+from spile.text.patterns import Pattern, PatternError, Ranges, are_ranges, one_of
 
 MAGIC = b"spileBPE"
 VERSION = 1

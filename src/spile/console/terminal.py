@@ -20,7 +20,7 @@ from spile.sizes import format_size
 
 if TYPE_CHECKING:
     from spile.engines.base import Counters
-    from spile.generate import Chunk, Stats
+    from spile.generation.generate import Chunk, Stats
 
 _ERASE_LINE = "\r\x1b[K"
 _DIM = "\x1b[2m"

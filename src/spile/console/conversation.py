@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.errors import OptionError, SpileError, TextError, WriteError, quote
-from spile.messages import Message, plain_messages
+from spile.text.messages import Message, plain_messages
 
 _LONGEST_FILE_NBYTES = 64_000_000  # more than any context holds
 

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: found, checked, digested, written."""

@@ -1,0 +1,1 @@
+"""Logits into an answer, a token at a time."""

@@ -1,0 +1,1 @@
+"""Which experts are in memory, how they come there, and what a budget allows."""
