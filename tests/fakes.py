@@ -45,6 +45,7 @@ class FakeEngine:
 
     name = "fake"
     exact = True
+    prefill_chunk = 512
     resident_expert_bytes = 1000
     notes: tuple[str, ...] = ()
 

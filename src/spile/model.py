@@ -169,6 +169,7 @@ class Model:
         template_arguments: Mapping[str, Any] | None = None,
         held: Held | None = None,
         on_prefill: OnPrefill | None = None,
+        pauses: bool = False,
         **sampling: Any,
     ) -> Generator[Chunk, None, None]:
         """Answer a prompt chunk by chunk.
@@ -177,7 +178,8 @@ class Model:
         (`{"role": ..., "content": ...}`) goes through the chat template, which is also given `tools` and
         `template_arguments`, and is asked to leave reasoning out where `think` is False; a list of ids is
         taken as it is. `sampling` are the fields of `Sampling`; what is not given is the model's default.
-        With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before.
+        With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before; with
+        `pauses` an empty chunk comes after each piece of the prompt.
         The prompt is encoded and checked, and the engine opened, before this returns; the rest happens as
         chunks are asked for.
 
@@ -213,6 +215,7 @@ class Model:
             held=held,
             on_prefill=on_prefill,
             requested=requested,
+            pauses=pauses,
         )
         self._streams.add(chunks)
         return self._while_open(chunks)
@@ -386,11 +389,19 @@ def load(
     *,
     memory: int | str | None = None,
     threads: int | None = None,
+    engine: str = "auto",
     io: str = "auto",
     kv_bits: int = 16,
+    kv_v_bits: int | None = None,
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
+    active_experts: int | None = None,
+    shared_experts: int = 0,
+    reselect_every: int = 1,
+    flash_head: bool = False,
+    sequences: int = 1,
+    prompt_cache_bytes: int = 0,
     chat_template: str | Path | None = None,
     offline: bool = False,
     on_note: OnNote | None = None,
@@ -419,12 +430,20 @@ def load(
     budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
     options = _engine_options(
         memory_bytes=budget_bytes,
+        engine=engine,
         threads=threads,
         io=io,
         kv_bits=kv_bits,
+        kv_v_bits=kv_v_bits,
         context=context,
         prefill_chunk=prefill_chunk,
         activation_bytes=activation_bytes,
+        active_experts=active_experts,
+        shared_experts=shared_experts,
+        reselect_every=reselect_every,
+        flash_head=flash_head,
+        sequences=sequences,
+        prompt_cache_bytes=prompt_cache_bytes,
     )
     tell = on_note or _warn
     with ExitStack() as cleanup:

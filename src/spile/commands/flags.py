@@ -82,6 +82,10 @@ KvBits = Annotated[
         panel=MACHINE,
     ),
 ]
+KvVBits = Annotated[
+    int | None,
+    option("--kv-v-bits", metavar="N", help="The same for values alone; default: as keys.", panel=MACHINE),
+]
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,12 @@ class EngineFlags:
         int | None,
         option("--threads", metavar="N", help="Default: the physical cores.", panel=MACHINE),
     ] = None
+    engine: Annotated[
+        str,
+        option(
+            "--engine", metavar="NAME", help=f"auto, cpu or mlx; default {_ENGINE.engine}.", panel=MACHINE
+        ),
+    ] = _ENGINE.engine
     io: Annotated[
         str,
         option(
@@ -232,10 +242,54 @@ class EngineFlags:
         ),
     ] = _ENGINE.io
     kv_bits: KvBits = _ENGINE.kv_bits
+    kv_v_bits: KvVBits = _ENGINE.kv_v_bits
     context: Annotated[
         int | None,
         option("--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE),
     ] = None
+    # Of the reference write-up: docs/write-up.md. The help leaves them out, as --memory is the dial.
+    flash_moe: Annotated[
+        bool, option("--flash-moe", help="Stream experts even where all fit.", panel=MACHINE, hidden=True)
+    ] = False
+    active_experts: Annotated[
+        int | None,
+        option(
+            "--active-experts",
+            metavar="N",
+            help="Slots a layer; default: what has room.",
+            panel=MACHINE,
+            hidden=True,
+        ),
+    ] = _ENGINE.active_experts
+    shared_experts: Annotated[
+        int,
+        option(
+            "--shared-experts",
+            metavar="S",
+            help="First S of each layer stay resident.",
+            panel=MACHINE,
+            hidden=True,
+        ),
+    ] = _ENGINE.shared_experts
+    reselect_every: Annotated[
+        int,
+        option(
+            "--reselect-every",
+            metavar="R",
+            help="Tokens; other than 1 is approximate. 0: after the prompt only.",
+            panel=MACHINE,
+            hidden=True,
+        ),
+    ] = _ENGINE.reselect_every
+    flash_head: Annotated[
+        bool, option("--flash-head", help="The model's clustered head: approximate.", panel=MACHINE)
+    ] = _ENGINE.flash_head
+    trust_remote_code: Annotated[
+        bool,
+        option(
+            "--trust-remote-code", help="Accepted; no model's code is ever run.", panel=MACHINE, hidden=True
+        ),
+    ] = False
     offline: Offline = False
 
     def load(self, template: TemplateFlags, *, model: str | None = None) -> Model:
@@ -246,12 +300,22 @@ class EngineFlags:
         from spile.console.terminal import note
         from spile.model import load
 
+        if self.trust_remote_code:
+            note(
+                "--trust-remote-code does nothing: spile runs its own code for every model, never a folder's"
+            )
         return load(
             self.model if model is None else model,
             memory=size_or_auto(self.memory),
             threads=self.threads,
+            engine=self.engine,
             io=self.io,
             kv_bits=self.kv_bits,
+            kv_v_bits=self.kv_v_bits,
+            active_experts=self.active_experts,
+            shared_experts=self.shared_experts,
+            reselect_every=self.reselect_every,
+            flash_head=self.flash_head,
             context=self.context,
             chat_template=template.chat_template,
             offline=self.offline,

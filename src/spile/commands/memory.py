@@ -23,6 +23,7 @@ _PARTS = {
     "weights": "attention, routers, norms, row alphas",
     "head": "resident rows of the head, buffers for the others",
     "kv": "keys and values of a full context",
+    "prompts": "keys and values of earlier prompts",
     "activations": "activations of a prefill chunk, logits",
     "experts": "experts",
     "margin": "what nobody counts",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
     from spile.engines.base import Engine
 
+ENGINES = ("auto", "cpu", "mlx")
 IO_MODES = ("auto", "buffered", "direct", "mapped")
 
 
@@ -22,21 +23,33 @@ IO_MODES = ("auto", "buffered", "direct", "mapped")
 class EngineOptions:
     """What a user may ask of an engine. Checked when made.
 
-    `kv_bits` and `activation_bytes` change the answer's last digits; nothing else changes a bit of it.
+    `kv_bits`, `kv_v_bits` and `activation_bytes` change the answer's last digits; `flash_head`, and
+    `reselect_every` other than 1, make it approximate; nothing else changes a bit of it.
 
     Raises: OptionError naming the option, its value and its range.
     """
 
+    engine: str = "auto"
     memory_bytes: int | None = None  # of the whole process; None: what the machine has
     threads: int | None = None  # None: the physical cores
     io: str = "auto"
-    kv_bits: int = 16
+    kv_bits: int = 16  # of keys
+    kv_v_bits: int | None = None  # of values; None: the keys'
     context: int | None = None  # tokens; None: what the plan finds room for
     prefill_chunk: int | None = None  # tokens
     activation_bytes: int = 2  # 3: a third byte for every activation, for comparisons
     slots: int | None = None  # experts in the pool, for tests; None: what the budget allows
+    active_experts: int | None = None  # slots a layer, in place of what the budget allows
+    shared_experts: int = 0  # the first so many of each layer stay resident
+    reselect_every: int = (
+        1  # tokens; other than 1, routers see resident experts alone in between: approximate
+    )
+    flash_head: bool = False  # the checkpoint's clustered head: approximate
+    sequences: int = 1  # states at once that the plan keeps KV room for
+    prompt_cache_bytes: int = 0  # of the budget, for keys and values of earlier prompts
 
     def __post_init__(self) -> None:
+        _check_choice("engine", self.engine, ENGINES)
         _check_choice("io", self.io, IO_MODES)
         _check_choice("kv_bits", self.kv_bits, (16, 32))
         _check_choice("activation_bytes", self.activation_bytes, (2, 3))
@@ -46,6 +59,8 @@ class EngineOptions:
             ("context", self.context, 2**30),
             ("prefill_chunk", self.prefill_chunk, 2**16),
             ("slots", self.slots, 2**30),
+            ("active_experts", self.active_experts, 2**16),
+            ("sequences", self.sequences, 1024),
         ):
             if value is None:
                 continue

@@ -58,6 +58,7 @@ class Engine(Protocol):
     exact: bool
     vocab_size: int
     context: int
+    prefill_chunk: int  # tokens that `prefill` takes at a time
 
     @property
     def resident_expert_bytes(self) -> int:

@@ -150,12 +150,14 @@ def generate(
     held: Held | None = None,
     on_prefill: OnPrefill | None = None,
     requested: float | None = None,
+    pauses: bool = False,
 ) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
     Without a decoder chunks have no text; without a splitter all of it is answer. With `held` the state goes
     on from what it holds and stays for the next prompt. Prompt and answer together are no longer than the
-    context. `requested` is the `time.perf_counter()` of the request, now by default. Closing the iterator, or an
+    context. `requested` is the `time.perf_counter()` of the request, now by default. With `pauses` an empty
+    chunk comes between two chunks of the prompt, for whoever runs several answers at once. Closing the iterator, or an
     exception thrown into it, frees a state that is not held and leaves the engine as good as before.
     """
     requested = time.perf_counter() if requested is None else requested
@@ -168,7 +170,16 @@ def generate(
     try:
         state, num_cached = kept.begin(engine, token_ids)
         clock = _Clock(requested, time.perf_counter())
-        logits = engine.prefill(state, token_ids[num_cached:], on_prefill)
+        step = engine.prefill_chunk if pauses else len(token_ids)
+        for start in range(num_cached, len(token_ids), step):
+            end = min(start + step, len(token_ids))
+            logits = engine.prefill(
+                state,
+                token_ids[start:end],
+                _shifted(on_prefill, start - num_cached, len(token_ids) - num_cached),
+            )
+            if end < len(token_ids):
+                yield Chunk("")
         while sampling.max_tokens is None or clock.num_tokens < sampling.max_tokens:
             token_id = sampler.sample(logits)
             if token_id in eos_ids:
@@ -197,6 +208,11 @@ def generate(
     finally:
         if held is None:
             kept.close()
+
+
+def _shifted(on_prefill: OnPrefill | None, start: int, total: int) -> OnPrefill | None:
+    """Report progress inside of one piece of a prompt as progress in the whole."""
+    return None if on_prefill is None else lambda done, _: on_prefill(start + done, total)
 
 
 class _Answer:

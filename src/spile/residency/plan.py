@@ -40,7 +40,8 @@ class Parts:
     process: int  # what is resident before the engine opens: interpreter, libraries, text
     weights: int  # attention, routers, norms, row alphas
     head: int  # its resident rows, and the ring that the others pass through
-    kv: int
+    kv: int  # of all sequences that may run at once
+    prompts: int  # keys and values of earlier prompts
     activations: int
     experts: int
     margin: int
@@ -48,7 +49,14 @@ class Parts:
     @property
     def total(self) -> int:
         return (
-            self.process + self.weights + self.head + self.kv + self.activations + self.experts + self.margin
+            self.process
+            + self.weights
+            + self.head
+            + self.kv
+            + self.prompts
+            + self.activations
+            + self.experts
+            + self.margin
         )
 
 
@@ -112,7 +120,9 @@ def _mapped_plan(
         process=process,
         weights=total - expert_nbytes - head,
         head=head,
-        kv=kv_nbytes(config, options.context or min(context, 4096), chunk, options.kv_bits),
+        kv=options.sequences
+        * kv_nbytes(config, options.context or min(context, 4096), chunk, options.kv_bits),
+        prompts=options.prompt_cache_bytes,
         activations=activation_nbytes(config, chunk),
         experts=expert_nbytes,
         margin=MARGIN_NBYTES,
@@ -149,7 +159,8 @@ def _pool_plan(
             process=process,
             weights=resident_weight_nbytes(model),
             head=head_nbytes(model, head_rows),
-            kv=kv_nbytes(config, context, chunk, options.kv_bits),
+            kv=options.sequences * kv_nbytes(config, context, chunk, options.kv_bits),
+            prompts=options.prompt_cache_bytes,
             activations=activation_nbytes(config, chunk),
             experts=slots * slot_nbytes,
             margin=MARGIN_NBYTES,

@@ -93,7 +93,7 @@ class CpuEngine:
         table = ExpertTable(model)
         plan = make_plan(model, table, options)
         self.plan, self._kv_bits = plan, options.kv_bits
-        self.context = plan.context
+        self.context, self.prefill_chunk = plan.context, plan.prefill_chunk
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
         self.on_decode_route: Callable[[NDArray[np.int32]], None] | None = None
         self._closed = False
