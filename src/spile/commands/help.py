@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 WIDTH = 80
-MOST_ROWS = 40
+MOST_ROWS = 48  # a laptop's full-height terminal has 50
 _WIDEST_FLAG = 34  # of a column of flags; a longer one pushes its help to the right
 _ARGUMENTS = "Arguments"
 _OTHERS = "Other flags"  # the panel of those that name none
@@ -57,6 +57,8 @@ def command_help(command: Any, context: Any) -> str:
     panels: dict[str, list[tuple[str, str]]] = {}
     pieces = [context.command_path, "[FLAGS]"]
     for parameter in command.get_params(context):
+        if getattr(parameter, "hidden", False):
+            continue
         is_argument = parameter.param_type_name == "argument"
         if is_argument:
             name = _row(parameter)[0]
