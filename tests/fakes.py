@@ -105,6 +105,13 @@ class FakeEngine:
     def lend(self, nbytes: int) -> None:
         self.calls.append(("lend", nbytes))
 
+    @property
+    def kv_room_nbytes(self) -> int:
+        return self.kv_nbytes(self.context)
+
+    def kv_nbytes(self, num_tokens: int) -> int:
+        return 100 * num_tokens
+
     def summary(self) -> str:
         return "memory auto: everything resident (fake)"
 

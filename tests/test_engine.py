@@ -170,8 +170,46 @@ def test_shard_cut_short_while_in_use_is_an_error_and_no_crash(
     with pytest.raises(ReadError, match=r"model-0000\d-of-00002\.safetensors.*wanted"):
         engine.prefill(engine.new_state(), PROMPT[::-1])
     for shard, content in zip(shards, contents, strict=True):
-        shard.write_bytes(content)  # the same file, whole again
-    check_same(engine, state, undisturbed)
+        shard.write_bytes(content)  # whole again, but nobody knows what was read in between
+    with pytest.raises(ReadError, match=r"model-0000\d-of-00002\.safetensors was changed while in use"):
+        engine.decode(state, 1)
+    engine.close()
+    engine = opened(copy, **way)
+    check_same(engine, engine.new_state(), undisturbed)
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shard_overwritten_in_place_is_noticed_before_the_next_token(
+    way: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    engine = opened(copy, **way)
+    state = engine.new_state()
+    engine.prefill(state, PROMPT)
+    shard = sorted(copy.glob("*.safetensors"))[-1]
+    with shard.open("r+b") as file:  # as long as it was
+        file.seek(-3, os.SEEK_END)
+        file.write(b"new")
+    for call in (lambda: engine.decode(state, 1), lambda: engine.prefill(engine.new_state(), PROMPT)):
+        with pytest.raises(ReadError, match=rf"{shard.name} was changed while in use"):
+            call()
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shard_that_is_replaced_by_another_file_disturbs_nothing(
+    way: dict[str, Any], folder: Path, tmp_path: Path, undisturbed: list[NDArray[np.float32]]
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    engine = opened(copy, **way)
+    for shard in copy.glob("*.safetensors"):
+        other = shard.with_suffix(".new")
+        other.write_bytes(b"something else")
+        os.replace(other, shard)
+    check_same(engine, engine.new_state(), undisturbed)
     engine.close()
 
 

@@ -10,7 +10,7 @@ def test_every_error_is_a_spile_error_and_keeps_its_hint() -> None:
     classes = [
         item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, Exception)
     ]
-    assert len(classes) == 11
+    assert len(classes) == 12
     for kind in classes:
         error = kind("what is wrong", "what to do")
         assert isinstance(error, SpileError)

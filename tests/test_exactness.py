@@ -131,6 +131,19 @@ def test_instruction_sets_change_no_bit(
             assert run(folders[name], **options) == wanted, (isa, options)
 
 
+@pytest.mark.parametrize("name", ["tails", "long"])
+@pytest.mark.parametrize(("kv_bits", "kv_v_bits"), [(32, 32), (8, 8), (8, 4), (4, 8)])
+def test_instruction_sets_change_no_bit_of_quantized_keys_and_values(
+    kv_bits: int, kv_v_bits: int, name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {"kv_bits": kv_bits, "kv_v_bits": kv_v_bits}
+    wanted = run(folders[name], **common)
+    for (i, isa), chunk in itertools.product(enumerate(_core.isas()), (17, 129)):
+        monkeypatch.setenv("SPILE_ISA", isa)
+        options = {"threads": THREADS[i % len(THREADS)], "prefill_chunk": chunk}
+        assert run(folders[name], **common, **options) == wanted, (isa, options)
+
+
 def test_unknown_instruction_set_is_refused(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,9 +177,13 @@ def test_router_ties_go_to_the_lower_experts(folders: dict[str, Path], tmp_path:
     assert np.abs(found - Reference(tmp_path / "ties").logits(ids)).max() < 1e-4
 
 
-@pytest.mark.parametrize("chunk", [8, 16, 17, 64, None])
-def test_prompt_of_five_windows_is_the_same_in_any_chunk(chunk: int | None, folders: dict[str, Path]) -> None:
-    assert run(folders["window"], prefill_chunk=chunk, slots=3) == run(folders["window"], prefill_chunk=1)
+@pytest.mark.parametrize("kv", [{}, {"kv_bits": 8}, {"kv_bits": 8, "kv_v_bits": 4}, {"kv_bits": 4}])
+def test_prompt_of_five_windows_is_the_same_in_any_chunk(
+    kv: dict[str, int], folders: dict[str, Path]
+) -> None:
+    wanted = run(folders["window"], prefill_chunk=1, **kv)
+    for chunk in (8, 16, 17, 64, None):
+        assert run(folders["window"], prefill_chunk=chunk, slots=3, **kv) == wanted, chunk
 
 
 def test_group_scales_give_the_bits_of_row_alphas(folders: dict[str, Path]) -> None:
@@ -174,16 +191,22 @@ def test_group_scales_give_the_bits_of_row_alphas(folders: dict[str, Path]) -> N
         assert run(folders["groups"], **options) == run(folders["window"])
 
 
-@pytest.mark.parametrize("kv_bits", [16, 32])
+@pytest.mark.parametrize(
+    ("kv_bits", "kv_v_bits"), [(16, None), (32, None), (8, None), (8, 4), (4, 4), (16, 4), (4, 32)]
+)
 @pytest.mark.parametrize("activation_bytes", [2, 3])
 def test_other_arithmetic_keeps_the_promise(
-    kv_bits: int, activation_bytes: int, folders: dict[str, Path]
+    kv_bits: int, kv_v_bits: int | None, activation_bytes: int, folders: dict[str, Path]
 ) -> None:
-    common: dict[str, Any] = {"kv_bits": kv_bits, "activation_bytes": activation_bytes}
+    common: dict[str, Any] = {
+        "kv_bits": kv_bits,
+        "kv_v_bits": kv_v_bits,
+        "activation_bytes": activation_bytes,
+    }
     wanted = run(folders["window"], **common)
     for options in ({"slots": 2, "threads": 2, "prefill_chunk": 7}, {"slots": 12, "io": "direct"}):
         assert run(folders["window"], **common, **options) == wanted
-    changed = (kv_bits, activation_bytes) != (16, 2)
+    changed = (kv_bits, kv_v_bits, activation_bytes) != (16, None, 2)
     assert (wanted != run(folders["window"])) == changed  # the hash does see a small change
 
 

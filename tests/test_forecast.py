@@ -1,48 +1,165 @@
+"""Plans turned into speeds by hand-made probes, and what a probe of this machine must be."""
+
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from spile.architectures.maple import open_maple
+import numpy as np
+import pytest
+
+from spile.architectures.maple import MapleModel, open_maple
 from spile.engines import EngineOptions
+from spile.engines.cpu.probe import probe_machine
+from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
+from spile.residency.budgets import look_at_budgets
 from spile.residency.experts import ExpertTable
-from spile.residency.forecast import Probe, forecast, layer_macs, probe_machine
-from spile.residency.plan import make_plan
+from spile.residency.forecast import ChunkSeconds, Probe, Routing, forecast, routing_of
+from spile.residency.kv import kv_format
+from spile.residency.plan import MemoryNow, Plan, make_plan
 
-PROBE = Probe(macs=1e11, head_macs=6e10, cached_nbytes=2e10, disk_nbytes=1e9)
+PROBE = Probe(
+    attend_seconds=1e-3,
+    resident_seconds=2e-3,
+    pooled_seconds=3e-3,
+    disk_seconds=13e-3,
+    cached_seconds=5e-3,
+    head_seconds=4e-3,
+    chunks={64: ChunkSeconds(0.1, 0.3), 512: ChunkSeconds(0.5, 2.0)},
+    cached_nbytes=1e10,
+    disk_nbytes=1e9,
+    fresh_nbytes=float("inf"),
+)
 
 
-def test_multiplications_of_a_token_are_counted_from_the_shapes(tiny_checkpoint: Callable[..., Path]) -> None:
-    config = open_maple(open_checkpoint(tiny_checkpoint())).config
-    D, wide = config.hidden_size, config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    experts = 3 * D * config.moe_intermediate_size * config.num_experts_per_tok
-    assert layer_macs(config) == config.num_hidden_layers * (2 * D * wide + 2 * D * kv + experts)
+@pytest.fixture
+def model(tiny_checkpoint: Callable[..., Path]) -> MapleModel:
+    return open_maple(open_checkpoint(tiny_checkpoint()))
 
 
-def test_more_slots_are_never_slower_and_cold_is_never_faster(tiny_checkpoint: Callable[..., Path]) -> None:
-    model = open_maple(open_checkpoint(tiny_checkpoint()))
-    table, before = ExpertTable(model), 0.0
+def plan_of(model: MapleModel, slots: int | None) -> Plan:
+    return make_plan(model, ExpertTable(model), EngineOptions(slots=slots))
+
+
+def test_token_takes_its_layers_its_misses_and_the_head(model: MapleModel) -> None:
+    plan = plan_of(model, 8)
+    expected = forecast(model, plan, PROBE)
+    h, L = expected.hit_rate, model.config.num_hidden_layers
+    assert 0 < h < 1
+    assert expected.decode_cold == pytest.approx(1 / (L * (3e-3 + (1 - h) * 10e-3) + 4e-3))
+    assert expected.decode_warm == pytest.approx(1 / (L * (3e-3 + (1 - h) * 2e-3) + 4e-3))
+
+
+def test_mapped_token_takes_what_experts_in_place_take(model: MapleModel) -> None:
+    expected = forecast(model, plan_of(model, None), PROBE)
+    assert expected.hit_rate == 1
+    assert expected.decode_warm == pytest.approx(1 / (model.config.num_hidden_layers * 2e-3 + 4e-3))
+
+
+def test_cold_prompt_reads_while_experts_are_computed_and_not_during_attention(model: MapleModel) -> None:
+    plan, L = plan_of(model, 8), model.config.num_hidden_layers
+    assert plan.prefill_chunk == 512
+    fast = forecast(model, plan, PROBE)
+    assert fast.prefill_cold == pytest.approx(512 / (L * 2.5 + 4e-3))
+    slow_disk = forecast(model, plan, replace(PROBE, disk_nbytes=1000.0))
+    used = model.config.num_routed_experts * Routing().used(
+        512, model.config.num_experts_per_tok, model.config.num_experts
+    )
+    reading = int(used) * ExpertTable(model).expert_nbytes / 1000
+    assert slow_disk.prefill_cold == pytest.approx(512 / (L * 0.5 + reading + 4e-3))
+
+
+def test_memory_that_comes_slowly_slows_the_first_prompt_by_the_pool(model: MapleModel) -> None:
+    plan = plan_of(model, 8)
+    slow, fast = (forecast(model, plan, replace(PROBE, fresh_nbytes=rate)) for rate in (1e5, float("inf")))
+    assert slow.prefill_warm is not None
+    assert fast.prefill_warm is not None
+    more = 512 / slow.prefill_warm - 512 / fast.prefill_warm
+    assert more == pytest.approx(8 * ExpertTable(model).expert_nbytes / 1e5)
+
+
+def test_more_slots_are_never_slower_and_cold_is_never_faster(model: MapleModel) -> None:
+    before = 0.0
     for slots in (1, 2, 4, 8, 16):
-        plan = make_plan(model, table, EngineOptions(slots=slots))
-        expected = forecast(model, plan, PROBE)
+        expected = forecast(model, plan_of(model, slots), PROBE)
         assert expected.decode_cold is not None
+        assert expected.decode_warm is not None
         assert before <= expected.decode_warm
         assert expected.decode_cold <= expected.decode_warm
         before = expected.decode_warm
 
 
-def test_without_a_disk_probe_nothing_is_said_of_cold_runs(tiny_checkpoint: Callable[..., Path]) -> None:
-    model = open_maple(open_checkpoint(tiny_checkpoint()))
-    plan = make_plan(model, ExpertTable(model), EngineOptions(slots=4))
-    expected = forecast(model, plan, Probe(1e11, 6e10, 2e10, None))
+def test_without_a_disk_nothing_is_said_of_cold_runs(model: MapleModel) -> None:
+    expected = forecast(model, plan_of(model, 4), replace(PROBE, disk_seconds=None, disk_nbytes=None))
     assert expected.decode_cold is None
     assert expected.first_token_seconds(512, cold=True) is None
     assert (expected.first_token_seconds(512, cold=False) or 0) > 0
 
 
-def test_probe_measures_something(tiny_checkpoint: Callable[..., Path]) -> None:
-    probe = probe_machine(open_maple(open_checkpoint(tiny_checkpoint())), 1)
-    assert probe.macs > 0
-    assert probe.head_macs > 0
-    assert probe.cached_nbytes > 0
-    assert probe.disk_nbytes is None or probe.disk_nbytes > 0
+def test_direct_reads_have_no_warm_runs(model: MapleModel) -> None:
+    expected = forecast(model, replace(plan_of(model, 4), is_direct=True), PROBE)
+    assert expected.decode_warm is None
+    assert expected.decode_cold is not None
+
+
+def test_trace_says_hit_rates_and_how_many_experts_a_chunk_wants(model: MapleModel) -> None:
+    config = model.config
+    L, K, E = config.num_moe_layers, config.num_experts_per_tok, config.num_experts
+    always = np.tile(np.arange(K, dtype=np.int32), (40, L, 1))  # the same experts at every token
+    routing = routing_of(always, E, config, "it")
+    assert routing.hit_rate(K / E) > 0.8
+    assert routing.used(40, K, E) == pytest.approx(K / E)
+    with pytest.raises(OptionError, match="it is of another model: it has"):
+        routing_of(always[:, :1], E, config, "it")
+
+
+def test_outlook_goes_from_the_smallest_budget_to_the_whole(model: MapleModel) -> None:
+    memory = MemoryNow(60_000_000, 20_000_000_000, None)
+    outlook = look_at_budgets(model, EngineOptions(memory_bytes=80_000_000), memory, PROBE)
+    budgets = [row.budget_nbytes for row in outlook.rows]
+    assert budgets == sorted(budgets)
+    assert outlook.smallest.budget_nbytes == budgets[0]
+    assert outlook.rows[-1].plan.is_mapped
+    assert not outlook.rows[0].plan.is_mapped
+    assert outlook.enough_warm_nbytes is not None
+    assert budgets[0] <= outlook.enough_warm_nbytes <= outlook.mapped_nbytes
+    group = MemoryNow(60_000_000, 20_000_000, 80_000_000)
+    assert all(
+        row.budget_nbytes <= 80_000_000 for row in look_at_budgets(model, EngineOptions(), group, None).rows
+    )
+
+
+def test_probe_measures_something(model: MapleModel) -> None:
+    config, table = model.config, ExpertTable(model)
+    kv = kv_format(config, EngineOptions())
+    probe = probe_machine(config, table, list(model.checkpoint.shards), threads=1, chunks=[16, 64], kv=kv)
+    assert probe.resident_seconds > 0
+    assert probe.pooled_seconds > 0
+    assert probe.head_seconds > 0
+    assert sorted(probe.chunks) == [16, 64]
+    assert probe.cached_seconds is not None
+    assert probe.cached_seconds >= probe.pooled_seconds
+    assert probe.disk_seconds is None or (probe.disk_nbytes or 0) > 0
+
+
+def test_probe_without_files_knows_no_disk(model: MapleModel) -> None:
+    config, table = model.config, ExpertTable(model)
+    probe = probe_machine(config, table, [], threads=1, chunks=[16], kv=kv_format(config, EngineOptions()))
+    assert probe.disk_seconds is None
+    assert probe.cached_seconds is not None
+
+
+def test_probe_reads_another_file_where_there_are_no_weights(model: MapleModel, tmp_path: Path) -> None:
+    other = tmp_path / "large"
+    other.write_bytes(bytes(1_000_000))
+    config, table = model.config, ExpertTable(model)
+    probe = probe_machine(
+        config,
+        table,
+        [other],
+        are_weights=False,
+        threads=1,
+        chunks=[16],
+        kv=kv_format(config, EngineOptions()),
+    )
+    assert probe.cached_seconds is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from huggingface_hub import errors
 
 from spile.errors import CheckpointError, ModelError, ModelNotFoundError, UnsupportedModelError, WriteError
 from spile.files import hub
-from spile.files.hub import resolve
+from spile.files.checkpoint import open_checkpoint
+from spile.files.hub import large_cached_file, resolve, resolve_headers
 
 Tiny = Callable[..., Path]
 HUB_ID = "org/maple-tiny"
@@ -42,6 +45,10 @@ class FakeHub(hub.Hub):
         for name in names:
             shutil.copyfile(self.repository / name, self.cache / name)
         return self.cache
+
+    def read_range(self, hub_id: str, name: str, start: int, end: int) -> bytes:
+        self.asked.append(f"{name} {start}-{end}")
+        return (self.repository / name).read_bytes()[start:end]
 
     def cache_folder(self) -> Path:
         return self.cache
@@ -154,8 +161,8 @@ def test_a_repository_that_lacks_shards_is_refused_before_the_download(fake_hub:
 
 
 def test_an_architecture_that_does_not_run_is_refused_before_its_weights(fake_hub: FakeHub) -> None:
-    (fake_hub.repository / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedModelError, match="llama"):
+    (fake_hub.repository / "config.json").write_text('{"model_type": "no_such_type"}')
+    with pytest.raises(UnsupportedModelError, match="no_such_type"):
         resolve(HUB_ID)
     assert not list(fake_hub.cache.glob("*.safetensors"))
 
@@ -258,3 +265,112 @@ def test_the_library_is_imported_only_for_a_hub_id(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # an import would raise
     resolve(tiny_checkpoint())
+
+
+# headers alone
+
+
+def test_headers_of_a_hub_model_are_read_without_its_weights(fake_hub: FakeHub, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    folder, is_whole = resolve_headers(HUB_ID, room)
+    assert (folder, is_whole) == (room, False)
+    ours, theirs = open_checkpoint(folder), open_checkpoint(fake_hub.repository)
+    assert ours.tensors == theirs.tensors
+    assert ours.config == theirs.config
+    assert not list(fake_hub.cache.glob("*.safetensors"))
+    ranges = [asked for asked in fake_hub.asked if "-" in asked.partition(" ")[2]]
+    assert [asked.split()[0] for asked in ranges] == [
+        path.name for path in ours.shards
+    ]  # one request a shard
+    assert [path.stat().st_size for path in ours.shards] == [path.stat().st_size for path in theirs.shards]
+
+
+def test_long_header_takes_a_second_request(
+    fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_USUAL_HEADER_NBYTES", 100)
+    folder, _ = resolve_headers(HUB_ID, tmp_path)
+    assert open_checkpoint(folder).tensors == open_checkpoint(fake_hub.repository).tensors
+    assert sum(" 0-100" in asked for asked in fake_hub.asked) == 2
+    assert sum(" 100-" in asked for asked in fake_hub.asked) == 2
+
+
+def test_headers_of_a_cached_model_are_those_of_the_cache(fake_hub: FakeHub, tmp_path: Path) -> None:
+    shutil.copytree(fake_hub.repository, fake_hub.cache)
+    assert resolve_headers(HUB_ID, tmp_path) == (fake_hub.cache, True)
+    assert not any(".safetensors" in asked for asked in fake_hub.asked)
+
+
+def test_headers_offline_are_one_sentence(fake_hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="offline, so nothing was asked"):
+        resolve_headers(HUB_ID, tmp_path, offline=True)
+    assert fake_hub.asked == []
+    fake_hub.error = ConnectionError("down")
+    with pytest.raises(ModelNotFoundError, match="cannot be reached"):
+        resolve_headers(HUB_ID, tmp_path)
+
+
+def test_headers_of_a_folder_are_its_own(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    folder = tiny_checkpoint()
+    assert resolve_headers(str(folder), tmp_path) == (folder, True)
+    assert resolve_headers(folder, tmp_path) == (folder, True)
+
+
+def test_damaged_header_is_told_as_for_a_folder(fake_hub: FakeHub, tmp_path: Path) -> None:
+    shard = next(fake_hub.repository.glob("*.safetensors"))
+    shard.write_bytes(bytes([255]) * 1000)
+    folder, _ = resolve_headers(HUB_ID, tmp_path)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(folder)
+
+
+def test_large_cached_file_is_the_largest_blob(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert large_cached_file() is None
+    blobs = fake_hub.cache / "models--org--other" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "a").write_bytes(bytes(10))
+    (blobs / "b").write_bytes(bytes(20))
+    assert large_cached_file() is None
+    monkeypatch.setattr(hub, "_LARGE_FILE_NBYTES", 15)
+    assert large_cached_file() == blobs / "b"
+
+
+class RangeServer(BaseHTTPRequestHandler):
+    """Serves one file at any path, by ranges unless told not to."""
+
+    content = bytes(range(256)) * 40
+    knows_ranges = True
+
+    def do_GET(self) -> None:
+        start, end = (int(part) for part in self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = self.content[start : end + 1] if self.knows_ranges else self.content
+        self.send_response(206 if self.knows_ranges else 200)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_range_of_a_file_is_asked_over_http(knows_ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RangeServer, "knows_ranges", knows_ranges)
+    with ThreadingHTTPServer(("127.0.0.1", 0), RangeServer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/file"
+            monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda *_: url)
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+            if knows_ranges:
+                assert (
+                    hub.Hub().read_range(HUB_ID, "x.safetensors", 100, 2000) == RangeServer.content[100:2000]
+                )
+            else:
+                with pytest.raises(OSError, match=r"sent all of x\.safetensors"):
+                    hub.Hub().read_range(HUB_ID, "x.safetensors", 100, 2000)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -126,7 +126,7 @@ def test_end_tokens_are_an_id_or_a_list(value: Any, ids: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"model_type": "llama"}, "'llama'"),
+        ({"model_type": "no_such_type"}, "'no_such_type'"),
         ({"model_type": ["maple"]}, "['maple']"),
         ({"model_type": None, "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"model_type": None, "architectures": None}, "neither model_type nor architectures"),

@@ -345,7 +345,8 @@ def test_large_bf16_source_is_refused_with_the_command_to_run(
         ({"memory": 0}, "memory is 0"),
         ({"threads": 0}, "threads is 0"),
         ({"io": "fast"}, "io is 'fast'"),
-        ({"kv_bits": 8}, "kv_bits is 8"),
+        ({"kv_bits": 6}, "kv_bits is 6"),
+        ({"kv_v_bits": 3}, "kv_v_bits is 3"),
         ({"prefill_chunk": -1}, "prefill_chunk is -1"),
     ],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spile import machine
 from spile.architectures.maple import MapleModel, open_maple
 from spile.engines import EngineOptions, open_engine
 from spile.errors import BudgetError
@@ -16,7 +18,8 @@ from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.residency import plan as plan_module
 from spile.residency.experts import ExpertTable
-from spile.residency.plan import CHUNKS, Plan, kv_nbytes, make_plan
+from spile.residency.kv import KvFormat, kv_nbytes
+from spile.residency.plan import CHUNKS, Plan, make_plan, mapped_budget, smallest_budget
 from spile.residency.slots import Slots
 from spile.sizes import parse_size
 
@@ -51,6 +54,7 @@ def fixed_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: nbytes)
 
     monkeypatch.setattr(plan_module, "current_memory_bytes", lambda: PROCESS)
+    monkeypatch.setattr(plan_module, "memory_limit_bytes", lambda: None)
     set_available(AVAILABLE)
     return set_available
 
@@ -136,15 +140,86 @@ def test_more_budget_is_never_less_of_the_model(model: MapleModel, io: str) -> N
         assert last == (False, SHAPE.vocab_size, 512)  # everything, and no slot more
 
 
-def test_more_budget_is_never_a_shorter_context_or_chunk(model: MapleModel) -> None:
-    last = (0, 0)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_more_budget_is_never_less_of_anything(model: MapleModel, sequences: int) -> None:
+    """Regression: where the default context or chunk stepped up, slots went down."""
+    names = ("context", "prefill_chunk", "num_head_rows", "num_slots")
+    last = dict.fromkeys(names, 0)
+    floor = floor_of(model, sequences=sequences)
+    for budget in range(floor, floor + 300 * MB, 333_333):
+        plan = plan_of(model, memory_bytes=budget, io="direct", sequences=sequences)
+        now = {name: getattr(plan, name) for name in names}
+        assert all(now[name] >= last[name] for name in names), (budget, last, now)
+        assert plan.parts.total <= budget
+        last = now
+    assert last == {
+        "context": SHAPE.max_position_embeddings,
+        "prefill_chunk": CHUNKS[0],
+        "num_head_rows": SHAPE.vocab_size,
+        "num_slots": 512,
+    }
+
+
+def test_what_is_set_aside_and_not_used_is_little(model: MapleModel) -> None:
     floor = floor_of(model)
-    for budget in range(floor, floor + 300 * MB, 555_555):
+    for budget in range(floor + MB, floor + 100 * MB, 1_234_567):
         plan = plan_of(model, memory_bytes=budget, io="direct")
-        assert plan.context >= last[0]
-        last = (plan.context, plan.prefill_chunk)
-        assert plan.prefill_chunk in CHUNKS
-    assert last[0] > 512
+        if plan.num_slots < 512:
+            assert budget - plan.parts.total < 3 * MB
+
+
+def test_keys_and_values_that_cannot_fit_are_refused_with_the_sum(model: MapleModel) -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_of(model, memory_bytes=floor_of(model) + 5 * MB, context=20_000, sequences=8)
+    message = caught.value.message
+    assert "a context of 20,000 tokens, 8 sequences at once" in message
+    parts = re.findall(r"(\w+) ([\d.]+) (kB|MB)", message.partition(": process")[2])
+    added = PROCESS / MB + sum(float(number) / (1000 if unit == "kB" else 1) for _, number, unit in parts)
+    needed = parse_size(re.search(r"needs ([\d.]+ MB)", message)[1])  # type: ignore[index]
+    assert added == pytest.approx(needed / MB, rel=0.01)
+    assert "kv" in {name for name, _, _ in parts}
+
+
+def test_smallest_and_mapped_budgets_are_those_that_plans_say(model: MapleModel) -> None:
+    table, memory = ExpertTable(model), plan_module.memory_now()
+    least = smallest_budget(model, table, EngineOptions(), memory)
+    assert least == floor_of(model)
+    mapped = mapped_budget(model, table, EngineOptions(), memory)
+    assert plan_of(model, memory_bytes=mapped).is_mapped
+    assert not plan_of(model, memory_bytes=mapped - 2 * MB).is_mapped
+
+
+def test_budget_equal_to_a_group_s_limit_is_kept(model: MapleModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group counts a few MB that the process does not: page tables, kernel memory; the margin is for those."""
+    limit = floor_of(model) + 10 * MB
+    monkeypatch.setattr(plan_module, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: limit - PROCESS - 5 * MB)
+    plan = plan_of(model, memory_bytes=limit)
+    assert plan.is_direct
+    with pytest.raises(BudgetError, match="the control group, which allows"):
+        plan_of(model, memory_bytes=limit + 30 * MB)
+
+
+def test_budget_that_nobody_names_is_made_from_the_group_s_limit(
+    model: MapleModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Case B2: a limit of which most is file cache leaves nearly all of it."""
+    GIB = 1 << 30
+    for name, value in (("CGROUPS", tmp_path), ("OWN_CGROUPS", tmp_path / "own")):
+        monkeypatch.setattr(machine, name, value)
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "cgroup.controllers").write_text("memory\n")
+    group = tmp_path / "job"
+    group.mkdir()
+    (group / "memory.max").write_text(f"{GIB}\n")
+    (group / "memory.current").write_text(f"{GIB - MB}\n")
+    (group / "memory.stat").write_text(f"active_file {GIB // 2}\ninactive_file {GIB // 2 - 20 * MB}\n")
+    monkeypatch.setattr(plan_module, "available_memory_bytes", machine.available_memory_bytes)
+    monkeypatch.setattr(plan_module, "memory_limit_bytes", machine.memory_limit_bytes)
+    assert plan_of(model).is_mapped  # 44 MB of it
+    (group / "memory.stat").write_text("active_file 0\ninactive_file 0\n")
+    with pytest.raises(BudgetError, match="the control group, which allows"):
+        plan_of(model)
 
 
 def test_everything_is_mapped_where_it_fits(model: MapleModel, fixed_memory: Callable[[int], None]) -> None:
@@ -203,7 +278,7 @@ def test_parts_are_those_of_the_files(model: MapleModel) -> None:
 
 def test_kv_of_sliding_layers_stops_growing_at_the_window(model: MapleModel) -> None:
     config = model.config
-    sizes = [kv_nbytes(config, context, 64, 16) for context in (512, 1024, 2048)]
+    sizes = [kv_nbytes(config, context, 64, KvFormat(16, 16)) for context in (512, 1024, 2048)]
     full_layers = config.layer_is_sliding.count(False)
     head = 2 * config.head_dim * config.num_key_value_heads * 2
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0]) == full_layers * 1024 * head

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spile import verify as module
+from spile.agreement import Agreement, compare
 from spile.errors import ModelNotFoundError, OptionError
 from spile.files import digests
 from spile.files.checkpoint import open_checkpoint
 from spile.files.digests import record_files
-from spile.verify import Row, heading, line, verify
+from spile.verify import Report, heading, line, verify
+from spile.verify_row import Configuration, Row
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +171,85 @@ def test_default_rows_of_the_large_model_use_budgets_and_leave_scalar_out() -> N
     rows = module._default_configurations(24 * 256, 4_869_586_944, small=False, num_chosen=8)
     assert {row.memory_bytes for row in rows} == {None, 630_000_000, 1_000_000_000, 2_000_000_000}
     assert all(row.slots is None and row.isa != "scalar" for row in rows)
+
+
+# engines
+
+
+def test_both_engines_are_each_equal_to_themselves_and_agree_with_each_other(folder: Path) -> None:
+    report = verify(folder, engine="both", chunks=[5], tokens=12, decoded=1, files=False)
+    print(*map(line, report.rows), *report.agreements, report.verdict(), sep="\n")
+    assert report.ok
+    assert [row.configuration.engine for row in report.rows] == ["cpu", "cpu", "mlx", "mlx", "cpu", "mlx"]
+    assert report.rows[0].sha256 != report.rows[2].sha256
+    judged = [agreement for agreement in report.agreements if agreement.is_judged]
+    assert [agreement.num_same_choice for agreement in judged] == [12]
+    assert judged[0].largest < 1e-4
+    assert "the engines agree" in report.verdict()
+    assert report.verdict().startswith("OK: 4 runs")
+    answer = json.loads(json.dumps(report.as_dict()))
+    assert [each["is_judged"] for each in answer["agreements"]] == [True, False]
+
+
+def test_default_rows_of_the_mlx_engine_compare_at_the_same_chunk() -> None:
+    rows = module._mlx_configurations(32, 400_000, num_chosen=2)
+    assert {row.engine for row in rows} == {"mlx"}
+    for chunk in {row.prefill_chunk for row in rows}:
+        assert chunk is not None
+        slots = [row.slots for row in rows if row.prefill_chunk == chunk]
+        assert slots[0] is None
+        assert len(slots) >= 2
+    large = module._mlx_configurations(24 * 256, 4_869_586_944, num_chosen=8)
+    assert {row.memory_bytes for row in large} == {None, 630_000_000, 1_000_000_000, 2_000_000_000}
+    assert len({row.group for row in large}) == 1
+
+
+def agreement(folder: Path, difference: float, positions: int) -> Agreement:
+    """Compare 100 positions of which some differ."""
+    logits = np.random.default_rng(0).normal(size=(100, 50)).astype(np.float32)
+    other = logits.copy()
+    other[:positions, 7] += np.float32(difference)
+    kept = {}
+    for engine, values in (("cpu", logits), ("mlx", other)):
+        path = folder / engine
+        values.tofile(path)
+        kept[Configuration(engine=engine, is_precise=True)] = path
+    return compare(kept, 50)[0]
+
+
+def test_engines_that_are_off_by_more_than_rounding_do_not_agree(tmp_path: Path) -> None:
+    assert agreement(tmp_path, 1e-4, 100).ok
+    assert agreement(tmp_path, 0.5, 5).ok  # near ties between experts
+    assert not agreement(tmp_path, 0.5, 6).ok
+    assert "TOO FAR APART" in str(agreement(tmp_path, 0.5, 6))
+    assert "TOO FAR APART" not in str(agreement(tmp_path, 0.5, 5))
+
+
+def certificate(rows: tuple[Row, ...], **fields: object) -> Report:
+    made = Report(model="m", text="t", num_tokens=4, num_decoded=1, kv_bits=16, kv_v_bits=None, rows=rows)
+    return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
+
+
+def test_a_certificate_across_engines_needs_an_agreement(tmp_path: Path) -> None:
+    rows = (Row(Configuration(), "ok", sha256="a"), Row(Configuration(threads=1), "ok", sha256="a"))
+    report = certificate(rows, is_across_engines=True)
+    assert not report.ok
+    assert "not compared" in report.verdict()
+    far = agreement(tmp_path, 0.5, 6)
+    report = certificate(rows, is_across_engines=True, agreements=(far,))
+    assert not report.ok
+    assert "DIFFERENT: the engines" in report.verdict()
+    near = agreement(tmp_path, 0.0, 0)
+    assert certificate(rows, is_across_engines=True, agreements=(near,)).ok
+
+
+def test_rows_of_different_kinds_are_not_compared_with_each_other() -> None:
+    rows = (Row(Configuration(), "ok", sha256="a"), Row(Configuration(engine="mlx"), "ok", sha256="b"))
+    report = certificate(rows)
+    assert not report.ok
+    assert "NOT SHOWN" in report.verdict()
+
+
+def test_an_unknown_engine_is_refused(folder: Path) -> None:
+    with pytest.raises(OptionError, match="'metal'"):
+        verify(folder, engine="metal")

@@ -40,6 +40,18 @@ NOTES = {
   terminal; in a pipe it goes to standard error, so that standard output has the answer alone; with `--json` it is
   the field `reasoning`. `--think hide` leaves it out, `--think off` asks the template for none (`enable_thinking`
   false).
+- **Prompts that are read once.** With `--prompt-cache DIR` what was read of a prompt, and of its answer, is kept in
+  files in DIR, and a later prompt that begins alike is read from where it differs. `--save-prompt FILE` writes one
+  prompt once it is read, and then it is answered. `--load-prompt FILE` goes on from it: PROMPT is appended to
+  the text that was saved (the message, or with `--raw` the text), and the system message is the saved one unless
+  another is given; PROMPT may be left out. None of this changes an answer by a bit: the prompt is encoded as a whole,
+  and only what it shares with what was kept is not computed again (`cached_tokens` of `--json` says how much; the
+  last token always is). Files hold the prompt's ids, its keys and values, and in a saved prompt its text; they are
+  readable by their owner alone and as private as what was said. A file of another model (told by config, tensor
+  names and a sample of every tensor), of other KV bits or of another version is refused with what differs, and so is
+  a damaged one. DIR keeps to `--prompt-cache-limit`: what was used least lately goes. Several processes may share it.
+  Layers with a sliding window can be cut only where a whole window was kept: before a prompt's end, an answer's end
+  and the last message.
 - **Variables that hold several values** (`SPILE_STOP`, `SPILE_LOGIT_BIAS`) are split at white space.
 """,
     "spile chat": """\
@@ -48,8 +60,10 @@ NOTES = {
   the first error ends it.
 - **Keys.** Ctrl-C stops an answer, and what there is of it stays in the conversation; Ctrl-D leaves.
 - **Turns.** A turn reads only what is new: the model's state goes on from the longest beginning that the next
-  prompt shares with what it holds, if it can be cut back there exactly; else the conversation is read again.
-  Reasoning is not sent back.
+  prompt shares with what it holds. Reasoning is not sent back; so that the next turn need not be read from
+  the beginning after a long one, a sixteenth of `--memory` (64 MB at most, nothing below 400 MB) keeps what layers with
+  a sliding window hold before the answer. `--prompt-cache DIR` also keeps conversations from one chat to the next,
+  as for `spile generate`.
 - **Context.** At its end the answer stops and chat says so. With `--overflow drop-oldest` the oldest turns are
   dropped instead, until half of the context is free; it says how many.
 - **History.** Messages are remembered for the arrow keys in `$XDG_STATE_HOME/spile/chat_history` (`~/.local/state`

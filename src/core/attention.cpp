@@ -36,67 +36,110 @@ int64_t Decoder::first_seen(int layer, int64_t position) const {
   return config_.sliding[static_cast<size_t>(layer)] ? std::max<int64_t>(0, position - config_.window + 1) : 0;
 }
 
-void Decoder::attend_block(const KvCache& cache, int layer, int kv_head, int64_t block, int64_t position, const float* q,
-                           float* out) const {
+Seen Decoder::seen_of(int layer, int64_t block, int64_t position) const {
   const int64_t start = block * kBlockPositions;
-  const AttendShape shape = {heads_per_kv_, config_.head_dim, value_stride_,
-                             static_cast<int>(std::max<int64_t>(0, first_seen(layer, position) - start)),
-                             static_cast<int>(std::min<int64_t>(kBlockPositions, position + 1 - start))};
-  const uint8_t* keys = cache.keys(layer, block, kv_head);
-  const uint8_t* values = cache.values(layer, block, kv_head);
-  if (config_.half_cache) {
-    kernels_->attend_half({reinterpret_cast<const uint16_t*>(keys), reinterpret_cast<const uint16_t*>(values)}, shape, q, out);
-  } else {
-    kernels_->attend_float({reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values)}, shape, q, out);
-  }
+  return {static_cast<int>(std::max<int64_t>(0, first_seen(layer, position) - start)),
+          static_cast<int>(std::min<int64_t>(kBlockPositions, position + 1 - start))};
 }
 
-// One token: its blocks are spread over the threads, and their partial results merged in ascending order.
+// The queries of `num` tokens for one KV head as the kernels take them: rows by token, then head.
+Queries Decoder::pack_queries(const KvLayout& layout, int kv_head, int first_token, int num, float* to) const {
+  const size_t stride = static_cast<size_t>(num * heads_per_kv_), head_dim = static_cast<size_t>(config_.head_dim);
+  float* sums = to + head_dim * stride;
+  for (size_t r = 0; r < stride; ++r) {
+    const size_t token = static_cast<size_t>(first_token) + r / static_cast<size_t>(heads_per_kv_);
+    const size_t head = static_cast<size_t>(kv_head * heads_per_kv_) + r % static_cast<size_t>(heads_per_kv_);
+    const float* from = q_.data() + token * static_cast<size_t>(q_size_) + head * head_dim;
+    for (size_t d = 0; d < head_dim; ++d) to[d * stride + r] = from[d];
+  }
+  if (layout.bits.keys < 16) {
+    const size_t group = static_cast<size_t>(layout.group());
+    for (size_t g = 0; g < head_dim / group; ++g)
+      for (size_t r = 0; r < stride; ++r) {
+        float sum = 0.0f;
+        for (size_t d = g * group; d < (g + 1) * group; ++d) sum = sum + to[d * stride + r];
+        sums[g * stride + r] = sum;
+      }
+  }
+  return {to, sums, static_cast<int>(stride)};
+}
+
+// One token: its blocks are spread over the threads, some at a time, and their partial results merged in ascending order.
 void Decoder::attend_one(const KvCache& cache, int layer) {
-  const int64_t position = cache.position, first_block = first_seen(layer, position) / kBlockPositions;
-  const int num_blocks = static_cast<int>(position / kBlockPositions - first_block + 1);
-  const size_t head = static_cast<size_t>(2 + value_stride_), group = head * static_cast<size_t>(heads_per_kv_);
-  const size_t wanted = static_cast<size_t>(num_blocks * config_.num_kv_heads) * group;
+  constexpr int64_t kBlocksAtOnce = 64;
+  const int64_t position = cache.position, end_block = position / kBlockPositions + 1;
+  const KvLayout& layout = cache.shape().layout(layer);
+  const size_t result = static_cast<size_t>(2 + value_stride_), rows = static_cast<size_t>(heads_per_kv_);
+  const size_t all_rows = static_cast<size_t>(config_.num_heads), group = rows * result;
+  const size_t wanted = all_rows * (packed_ + result * (1 + static_cast<size_t>(kBlocksAtOnce)));
   if (partials_.size() < wanted) partials_.resize(wanted);
-  pool_.run(num_blocks * config_.num_kv_heads, [&](int item, int) {
-    const int kv_head = item / num_blocks, block = item % num_blocks;
-    attend_block(cache, layer, kv_head, first_block + block, position,
-                 q_.data() + static_cast<size_t>(kv_head * heads_per_kv_ * config_.head_dim),
-                 partials_.data() + static_cast<size_t>(item) * group);
-  });
-  const auto merge_head = [&](int h, int) {
-    const size_t kv_head = static_cast<size_t>(h / heads_per_kv_), within = static_cast<size_t>(h % heads_per_kv_);
-    float* running = partials_.data() + kv_head * static_cast<size_t>(num_blocks) * group + within * head;
-    for (int block = 1; block < num_blocks; ++block)
-      kernels_->merge(running, running + static_cast<size_t>(block) * group, value_stride_);
-    kernels_->finish(running, config_.head_dim, attended_.data() + static_cast<size_t>(h * config_.head_dim));
-  };
-  if (num_blocks > 16) {
-    pool_.run(config_.num_heads, merge_head);
-  } else {
-    for (int h = 0; h < config_.num_heads; ++h) merge_head(h, 0);
+  float* running = partials_.data() + all_rows * packed_;
+  float* partials = running + all_rows * result;
+  std::vector<Queries> queries;
+  for (int kv_head = 0; kv_head < config_.num_kv_heads; ++kv_head)
+    queries.push_back(pack_queries(layout, kv_head, 0, 1, partials_.data() + static_cast<size_t>(kv_head) * rows * packed_));
+  for (size_t r = 0; r < all_rows; ++r) running[r * result + 1] = 0.0f;
+  for (int64_t first = first_seen(layer, position) / kBlockPositions; first < end_block; first += kBlocksAtOnce) {
+    const int num = static_cast<int>(std::min(kBlocksAtOnce, end_block - first));
+    pool_.run(num * config_.num_kv_heads, [&](int item, int) {
+      const int kv_head = item / num;
+      const int64_t block = first + item % num;
+      const std::vector<Seen> seen(rows, seen_of(layer, block, position));
+      kernels_->attend(layout, cache.head(layer, block, kv_head), queries[static_cast<size_t>(kv_head)], 0, heads_per_kv_,
+                       seen.data(), partials + static_cast<size_t>(item) * group);
+    });
+    const auto merge_row = [&](int r, int) {
+      float* to = running + static_cast<size_t>(r) * result;
+      const size_t kv_head = static_cast<size_t>(r) / rows, within = static_cast<size_t>(r) % rows;
+      const float* from = partials + kv_head * static_cast<size_t>(num) * group + within * result;
+      for (int block = 0; block < num; ++block) kernels_->merge(to, from + static_cast<size_t>(block) * group, value_stride_);
+      if (first + num == end_block)
+        kernels_->attend_end(to, config_.head_dim, attended_.data() + static_cast<size_t>(r * config_.head_dim));
+    };
+    if (num > 16) {
+      pool_.run(config_.num_heads, merge_row);
+    } else {
+      for (int r = 0; r < config_.num_heads; ++r) merge_row(r, 0);
+    }
   }
 }
 
-// A chunk: a thread takes one token and KV head at a time and walks its blocks, merging in the same order.
-void Decoder::attend_many(const KvCache& cache, int layer) {
-  const size_t head = static_cast<size_t>(2 + value_stride_), group = head * static_cast<size_t>(heads_per_kv_);
-  pool_.run(T_ * config_.num_kv_heads, [&](int item, int thread) {
-    const int kv_head = item / T_, t = item % T_;
-    const int64_t position = cache.position + t, last = position / kBlockPositions;
-    const size_t first_head = static_cast<size_t>(t * q_size_ + kv_head * heads_per_kv_ * config_.head_dim);
-    float* running = thread_partials_[static_cast<size_t>(thread)].data();
-    float* partial = running + group;
-    int64_t block = first_seen(layer, position) / kBlockPositions;
-    attend_block(cache, layer, kv_head, block, position, q_.data() + first_head, running);
-    for (++block; block <= last; ++block) {
-      attend_block(cache, layer, kv_head, block, position, q_.data() + first_head, partial);
-      for (int h = 0; h < heads_per_kv_; ++h)
-        kernels_->merge(running + static_cast<size_t>(h) * head, partial + static_cast<size_t>(h) * head, value_stride_);
+// Some neighbouring tokens of a chunk: block by block, each token for itself in the same order as alone.
+void Decoder::attend_tokens(const KvCache& cache, int layer, int kv_head, int first_token, int num, float* scratch) {
+  const KvLayout& layout = cache.shape().layout(layer);
+  const size_t result = static_cast<size_t>(2 + value_stride_);
+  const int rows = num * heads_per_kv_;
+  const Queries queries = pack_queries(layout, kv_head, first_token, num, scratch);
+  float* running = scratch + static_cast<size_t>(rows) * packed_;
+  float* partial = running + static_cast<size_t>(rows) * result;
+  std::vector<Seen> seen(static_cast<size_t>(rows));
+  for (size_t r = 0; r < seen.size(); ++r) running[r * result + 1] = 0.0f;
+  const int64_t position = cache.position + first_token, end_block = (position + num - 1) / kBlockPositions + 1;
+  for (int64_t block = first_seen(layer, position) / kBlockPositions; block < end_block; ++block) {
+    int row = rows, end = 0;  // of the tokens that see anything of the block
+    for (int r = 0; r < rows; ++r) {
+      const Seen s = seen[static_cast<size_t>(r)] = seen_of(layer, block, position + r / heads_per_kv_);
+      if (s.first >= s.last) continue;
+      row = std::min(row, r);
+      end = r + 1;
     }
-    for (int h = 0; h < heads_per_kv_; ++h)
-      kernels_->finish(running + static_cast<size_t>(h) * head, config_.head_dim,
-                       attended_.data() + first_head + static_cast<size_t>(h * config_.head_dim));
+    kernels_->attend(layout, cache.head(layer, block, kv_head), queries, row, end - row, seen.data() + row, partial);
+    for (int r = row; r < end; ++r)
+      kernels_->merge(running + static_cast<size_t>(r) * result, partial + static_cast<size_t>(r - row) * result, value_stride_);
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int token = first_token + r / heads_per_kv_, head = kv_head * heads_per_kv_ + r % heads_per_kv_;
+    kernels_->attend_end(running + static_cast<size_t>(r) * result, config_.head_dim,
+                         attended_.data() + static_cast<size_t>(token * q_size_ + head * config_.head_dim));
+  }
+}
+
+void Decoder::attend_many(const KvCache& cache, int layer) {
+  const int share = T_ * config_.num_kv_heads / (4 * pool_.size());  // leaves every thread a few items
+  const int num = std::max(1, std::min(most_tokens_, share)), tiles = ceil_div(T_, num);
+  pool_.run(tiles * config_.num_kv_heads, [&](int item, int thread) {
+    const int first = item % tiles * num;
+    attend_tokens(cache, layer, item / tiles, first, std::min(num, T_ - first), attend_scratch_[static_cast<size_t>(thread)].data());
   });
 }
 
@@ -136,6 +179,11 @@ void Decoder::attend(KvCache& cache, int layer) {
 
   const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   const size_t head_dim = static_cast<size_t>(c.head_dim);
+  const KvLayout& layout = cache.shape().layout(layer);
+  // Both sides of a score are rotated, and the factors' product is 1 / rotation: powers of two, which round nothing.
+  const int rotation = layout.rotation();
+  float q_factor = 1.0f, k_factor = 1.0f;
+  for (int size = rotation; size > 1; size /= 2) (q_factor < k_factor ? k_factor : q_factor) *= 0.5f;
   pool_.run(T_, [&](int t, int) {
     const size_t at = static_cast<size_t>(t);
     for (int h = 0; h < c.num_heads; ++h) {
@@ -143,23 +191,18 @@ void Decoder::attend(KvCache& cache, int layer) {
       kernels_->rmsnorm(head, w.q_norm, head_dim, c.rms_norm_eps, head);
       if (sliding) rotate(head, t);
       for (size_t i = 0; i < head_dim; ++i) head[i] = head[i] * scale;
+      if (rotation > 1) kernels_->rotate_head(head, c.head_dim, rotation, q_factor);
     }
     const int64_t position = cache.position + t;
-    const int slot = static_cast<int>(position % kBlockPositions);
+    const int place = static_cast<int>(position % kBlockPositions);
     for (int h = 0; h < c.num_kv_heads; ++h) {
       float* key = k[at] + static_cast<size_t>(h) * head_dim;
-      const float* value = v[at] + static_cast<size_t>(h) * head_dim;
       kernels_->rmsnorm(key, w.k_norm, head_dim, c.rms_norm_eps, key);
       if (sliding) rotate(key, t);
-      uint8_t* keys = cache.keys(layer, position / kBlockPositions, h);
-      uint8_t* values = cache.values(layer, position / kBlockPositions, h);
-      if (c.half_cache) {
-        kernels_->store_half(key, value, c.head_dim, value_stride_, slot, reinterpret_cast<uint16_t*>(keys),
-                             reinterpret_cast<uint16_t*>(values));
-      } else {
-        kernels_->store_float(key, value, c.head_dim, value_stride_, slot, reinterpret_cast<float*>(keys),
-                              reinterpret_cast<float*>(values));
-      }
+      if (rotation > 1) kernels_->rotate_head(key, c.head_dim, rotation, k_factor);
+      uint8_t* block = cache.head(layer, position / kBlockPositions, h);
+      kernels_->store_key(layout, key, place, block);
+      kernels_->store_value(layout, v[at] + static_cast<size_t>(h) * head_dim, place, block);
     }
   });
 

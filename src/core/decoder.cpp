@@ -3,6 +3,12 @@
 #include <algorithm>
 
 namespace spile {
+namespace {
+
+// Query rows that walk over the cache together: 32 rows of 128 dimensions, their scores and results stay in the second cache.
+constexpr int kQueryRows = 32;
+
+}  // namespace
 
 Decoder::Decoder(const DecoderConfig& config, const Kernels* kernels, int num_threads)
     : layers(static_cast<size_t>(config.num_layers)), config_(config), kernels_(kernels), pool_(num_threads) {
@@ -32,8 +38,11 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels* kernels, int num_th
   fixed_.resize(T);
   attended_fixed_.resize(T);
   pair_fixed_.resize(pairs);
-  thread_partials_.resize(static_cast<size_t>(pool_.size()));
-  for (auto& partial : thread_partials_) partial.resize(static_cast<size_t>(2 * heads_per_kv_ * (2 + value_stride_)));
+  most_tokens_ = std::max(1, kQueryRows / heads_per_kv_);
+  packed_ = static_cast<size_t>(c.head_dim + c.head_dim / 16);
+  const size_t rows = static_cast<size_t>(most_tokens_ * heads_per_kv_), result = static_cast<size_t>(2 + value_stride_);
+  attend_scratch_.resize(static_cast<size_t>(pool_.size()));
+  for (auto& scratch : attend_scratch_) scratch.resize(rows * (packed_ + 2 * result));
   chosen_.resize(T * static_cast<size_t>(c.num_chosen));
   weights_.resize(T * static_cast<size_t>(c.num_chosen));
   pairs_.resize(T * static_cast<size_t>(c.num_chosen));
@@ -41,7 +50,8 @@ Decoder::Decoder(const DecoderConfig& config, const Kernels* kernels, int num_th
 }
 
 CacheShape Decoder::cache_shape() const {
-  return {config_.num_kv_heads, config_.head_dim, config_.half_cache, config_.window, config_.max_chunk, config_.sliding};
+  const KvLayout full = {config_.head_dim, config_.full_bits}, ring = {config_.head_dim, config_.ring_bits};
+  return {config_.num_kv_heads, full, ring, config_.window, config_.max_chunk, config_.sliding};
 }
 
 void Decoder::begin(const Affine4& table, const int64_t* rows, int T) {

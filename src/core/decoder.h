@@ -29,7 +29,7 @@ struct DecoderConfig {
   int rope_dims, vocab_size, window;
   float rms_norm_eps;
   double rope_theta;
-  bool half_cache;
+  KvBits full_bits, ring_bits;  // of growing and of sliding layers
   int max_chunk;
   int activation_bytes;  // 2, or 3 to force the third byte everywhere
   std::vector<bool> sliding;
@@ -67,8 +67,9 @@ class Decoder {
   // Attention of the chunk's tokens at positions cache.position + t; their keys and values are stored. h is updated.
   void attend(KvCache& cache, int layer);
   void dense(int layer);
-  // Chooses experts; returns the distinct ids, ascending. counts()[i] tokens want the i-th of them.
-  const std::vector<int32_t>& route(int layer);
+  // Chooses experts; returns the distinct ids, ascending. counts()[i] tokens want the i-th of them. With `allowed` [E], only
+  // experts whose entry is not zero are chosen from.
+  const std::vector<int32_t>& route(int layer, const uint8_t* allowed = nullptr);
   const std::vector<int32_t>& counts() const { return counts_; }
   // Computes `num` routed experts, whose packed codes lie at codes[3 * i + {0, 1, 2}] (gate, up, down). Throws
   // std::invalid_argument when a chunk's experts do not come in ascending order.
@@ -93,22 +94,25 @@ class Decoder {
   void rotate(float* head, int t) const;
   void attend_one(const KvCache& cache, int layer);
   void attend_many(const KvCache& cache, int layer);
+  void attend_tokens(const KvCache& cache, int layer, int kv_head, int first_token, int num, float* scratch);
   int64_t first_seen(int layer, int64_t position) const;
-  void attend_block(const KvCache& cache, int layer, int kv_head, int64_t block, int64_t position, const float* q,
-                    float* out) const;
+  Seen seen_of(int layer, int64_t block, int64_t position) const;
+  Queries pack_queries(const KvLayout& layout, int kv_head, int first_token, int num, float* to) const;
 
   DecoderConfig config_;
   const Kernels* kernels_;
   ThreadPool pool_;
   int T_ = 0;
   int heads_per_kv_, q_size_, kv_size_, value_stride_;
+  int most_tokens_;  // that share a walk over the cache
+  size_t packed_;   // floats of one query row, packed
 
   Buffer<float> h_, x_, q_, k_, v_, attended_, probabilities_, outputs_, gate_, up_, rope_;
   Buffer<int8_t> planes_, attended_planes_, pair_planes_, dense_planes_;
   std::vector<int32_t> groups_;
   std::vector<Fixed> fixed_, attended_fixed_, pair_fixed_;
   Buffer<float> partials_;
-  std::vector<std::vector<float>> thread_partials_;
+  std::vector<Buffer<float>> attend_scratch_;  // a thread
   std::vector<int32_t> chosen_;   // [T, K] ascending
   std::vector<float> weights_;    // [T, K]
   std::vector<int32_t> ids_, counts_, first_pair_;

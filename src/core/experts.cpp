@@ -7,7 +7,7 @@
 
 namespace spile {
 
-const std::vector<int32_t>& Decoder::route(int layer) {
+const std::vector<int32_t>& Decoder::route(int layer, const uint8_t* allowed) {
   const auto& c = config_;
   const LayerWeights& w = layers[static_cast<size_t>(layer)];
   const size_t D = static_cast<size_t>(c.hidden_size), E = static_cast<size_t>(c.num_experts);
@@ -28,6 +28,9 @@ const std::vector<int32_t>& Decoder::route(int layer) {
   pool_.run(T_, [&](int token, int) {
     const size_t t = static_cast<size_t>(token);
     kernels_->softmax(y[t], E);
+    if (allowed)
+      for (size_t e = 0; e < E; ++e)
+        if (!allowed[e]) y[t][e] = -1.0f;
     int32_t* chosen = chosen_.data() + t * K;
     float* weight = weights_.data() + t * K;
     float total = 0.0f;

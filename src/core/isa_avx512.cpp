@@ -106,6 +106,7 @@ static inline void nibble_sums(const uint8_t* codes, int count, const int8_t* hi
 }
 
 #include "kernels_float.inl"
+#include "kernels_attention.inl"
 
 static const Kernels table = SPILE_KERNELS("avx512");
 

@@ -44,6 +44,7 @@ static void nibble_sums(const uint8_t* codes, int count, const int8_t* high, con
 }
 
 #include "kernels_float.inl"
+#include "kernels_attention.inl"
 
 static const Kernels table = SPILE_KERNELS("scalar");
 

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kv_layout.h"
+
 namespace spile {
 
 // A fixed-point vector: x[i] is about scale * q[i], and q[i] = sum over planes p of byte_p[i] * 256^(num - 1 - p).
@@ -46,17 +48,16 @@ struct Affine4 {  // rows of 4-bit codes, value code * scale + bias per group of
   size_t n;
 };
 
-template <class T>
-struct AttendBlock {  // one block of 128 positions of one KV head
-  const T* keys;      // [8][head_dim][16]: position varies fastest
-  const T* values;    // [128][value_stride]
+// Rows of queries that meet the same keys, already scaled: dimension d of row r is x[d * stride + r]. Where keys are coded,
+// `sums` [groups][stride] holds each row's sum over a group.
+struct Queries {
+  const float* x;
+  const float* sums;
+  int stride;
 };
 
-struct AttendShape {
-  int heads;      // query heads that share the KV head
-  int head_dim;
-  int value_stride;  // head_dim rounded up to 16
-  int first, last;   // positions of the block that are seen: [first, last)
+struct Seen {  // positions [first, last) of the block, at least one
+  int first, last;
 };
 
 struct Kernels {
@@ -76,18 +77,16 @@ struct Kernels {
   void (*swiglu)(const float* gate, const float* up, size_t n, bool clamp, float* y);
   void (*add_scaled)(float* y, const float* x, float weight, size_t n);  // y += weight * x
 
-  // Partial attention over a block: per head the largest score, the sum of exponentials and the weighted values
-  // (q is already scaled): out[head][2 + value_stride] = {max, sum, values...}.
-  void (*attend_half)(const AttendBlock<uint16_t>& block, const AttendShape& shape, const float* q, float* out);
-  void (*attend_float)(const AttendBlock<float>& block, const AttendShape& shape, const float* q, float* out);
+  // Partial attention of rows [row, row + num) over one KV head's block: per row the largest score, the sum of exponentials
+  // and the weighted values, out[num][2 + value_stride] = {max, sum, values...}. What a row gets does not depend on the others.
+  void (*attend)(const KvLayout& layout, const uint8_t* block, const Queries& q, int row, int num, const Seen* seen, float* out);
   // Folds a partial result into a running one of the same form; a running sum of 0 means empty.
   void (*merge)(float* running, const float* partial, int value_stride);
-  void (*finish)(const float* running, int head_dim, float* out);  // values / sum
+  void (*attend_end)(const float* running, int head_dim, float* out);  // values / sum
 
-  void (*store_half)(const float* key, const float* value, int head_dim, int value_stride, int position, uint16_t* keys,
-                     uint16_t* values);
-  void (*store_float)(const float* key, const float* value, int head_dim, int value_stride, int position, float* keys,
-                      float* values);
+  void (*rotate_head)(float* x, int n, int size, float factor);  // Hadamard's transform of runs of `size`, times factor
+  void (*store_key)(const KvLayout& layout, const float* key, int position, uint8_t* block);
+  void (*store_value)(const KvLayout& layout, const float* value, int position, uint8_t* block);
 };
 
 const Kernels* scalar_kernels();

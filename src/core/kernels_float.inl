@@ -1,4 +1,4 @@
-// The float kernels: norms, softmax, SwiGLU, router, attention over a block, fixed-point conversion. Included by each
+// The float kernels: norms, softmax, SwiGLU, router, fixed-point conversion. Included by each
 // isa_*.cpp after lanes.inl; kBlock (bytes of codes that the integer kernels take at a time) is defined before.
 
 static inline F16 load_part(const float* x, size_t count, float fill) {
@@ -158,114 +158,6 @@ static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* plane
   }
 }
 
-// ---- attention ----
-
-template <class T, int H, int TILES>
-static inline void score_tiles(const T* keys, int tile, int head_dim, const float* q, float* scores) {
-  F16 acc[H][TILES];
-  for (int h = 0; h < H; ++h)
-    for (int i = 0; i < TILES; ++i) acc[h][i] = zero();
-  for (int d = 0; d < head_dim; ++d) {
-    F16 k[TILES];
-    for (int i = 0; i < TILES; ++i) k[i] = load_cache(keys + ((size_t)(tile + i) * (size_t)head_dim + (size_t)d) * 16);
-    for (int h = 0; h < H; ++h) {
-      const F16 s = splat(q[h * head_dim + d]);
-      for (int i = 0; i < TILES; ++i) acc[h][i] = acc[h][i] + s * k[i];
-    }
-  }
-  for (int h = 0; h < H; ++h)
-    for (int i = 0; i < TILES; ++i) store(scores + h * 128 + (tile + i) * 16, acc[h][i]);
-}
-
-template <class T, int H, int C>
-static inline void weigh_values(const T* values, int stride, int first, int last, const float* p, float* out,
-                                int out_stride) {
-  F16 acc[H][C];
-  for (int h = 0; h < H; ++h)
-    for (int c = 0; c < C; ++c) acc[h][c] = zero();
-  for (int j = first; j < last; ++j) {
-    F16 v[C];
-    for (int c = 0; c < C; ++c) v[c] = load_cache(values + (size_t)j * (size_t)stride + (size_t)c * 16);
-    for (int h = 0; h < H; ++h) {
-      const F16 w = splat(p[h * 128 + j]);
-      for (int c = 0; c < C; ++c) acc[h][c] = acc[h][c] + w * v[c];
-    }
-  }
-  for (int h = 0; h < H; ++h)
-    for (int c = 0; c < C; ++c) store(out + h * out_stride + c * 16, acc[h][c]);
-}
-
-template <class T, int H>
-static void attend_heads(const AttendBlock<T>& block, const AttendShape& s, const float* q, float* out) {
-  alignas(64) float p[H * 128];
-  const int first_tile = s.first / 16, end_tile = (s.last + 15) / 16, stride = 2 + s.value_stride;
-  int tile = first_tile;
-  for (; tile + 2 <= end_tile; tile += 2) score_tiles<T, H, 2>(block.keys, tile, s.head_dim, q, p);
-  if (tile < end_tile) score_tiles<T, H, 1>(block.keys, tile, s.head_dim, q, p);
-  for (int h = 0; h < H; ++h) {
-    float* row = p + h * 128;
-    for (int j = first_tile * 16; j < s.first; ++j) row[j] = -__builtin_inff();
-    for (int j = s.last; j < end_tile * 16; ++j) row[j] = -__builtin_inff();
-    F16 tops = splat(-__builtin_inff());
-    for (tile = first_tile; tile < end_tile; ++tile) tops = higher(load(row + tile * 16), tops);
-    float lanes[16];
-    store(lanes, tops);
-    float top = lanes[0];
-    for (int i = 1; i < 16; ++i) top = lanes[i] > top ? lanes[i] : top;
-    F16 total = zero();
-    for (tile = first_tile; tile < end_tile; ++tile) {
-      const F16 e = exp16(load(row + tile * 16) - splat(top));
-      total = total + e;
-      store(row + tile * 16, e);
-    }
-    out[h * stride] = top;
-    out[h * stride + 1] = sum(total);
-  }
-  int c = 0;
-  const int chunks = s.value_stride / 16;
-  for (; c + 4 <= chunks; c += 4)
-    weigh_values<T, H, 4>(block.values + c * 16, s.value_stride, s.first, s.last, p, out + 2 + c * 16, stride);
-  for (; c < chunks; ++c)
-    weigh_values<T, H, 1>(block.values + c * 16, s.value_stride, s.first, s.last, p, out + 2 + c * 16, stride);
-}
-
-template <class T>
-static void attend(const AttendBlock<T>& block, const AttendShape& s, const float* q, float* out) {
-  int h = 0;
-  const int stride = 2 + s.value_stride;
-  for (; h + 4 <= s.heads; h += 4) attend_heads<T, 4>(block, s, q + h * s.head_dim, out + h * stride);
-  for (; h + 2 <= s.heads; h += 2) attend_heads<T, 2>(block, s, q + h * s.head_dim, out + h * stride);
-  for (; h < s.heads; ++h) attend_heads<T, 1>(block, s, q + h * s.head_dim, out + h * stride);
-}
-
-static void merge(float* running, const float* partial, int value_stride) {
-  if (running[1] == 0.0f) {
-    __builtin_memcpy(running, partial, sizeof(float) * (size_t)(2 + value_stride));
-    return;
-  }
-  const float top = running[0] > partial[0] ? running[0] : partial[0];
-  float e[16] = {running[0] - top, partial[0] - top};
-  store(e, exp16(load(e)));
-  running[0] = top;
-  running[1] = running[1] * e[0] + partial[1] * e[1];
-  const F16 a = splat(e[0]), b = splat(e[1]);
-  for (int i = 0; i < value_stride; i += 16)
-    store(running + 2 + i, load(running + 2 + i) * a + load(partial + 2 + i) * b);
-}
-
-static void finish(const float* running, int head_dim, float* out) {
-  for (int i = 0; i < head_dim; ++i) out[i] = running[2 + i] / running[1];
-}
-
-template <class T>
-static void store_pair(const float* key, const float* value, int head_dim, int value_stride, int position, T* keys,
-                       T* values) {
-  T* k = keys + (size_t)(position / 16) * (size_t)head_dim * 16 + (size_t)(position % 16);
-  for (int d = 0; d < head_dim; ++d) put_cache(k + (size_t)d * 16, key[d]);
-  T* v = values + (size_t)position * (size_t)value_stride;
-  for (int d = 0; d < head_dim; ++d) put_cache(v + d, value[d]);
-}
-
 // ---- integer layers: what surrounds the exact sums ----
 
 static inline const uint8_t* row_at(const uint8_t* codes, size_t stride, size_t row, size_t row_end) {
@@ -396,7 +288,3 @@ static void affine4_row(const Affine4& w, size_t row, float* y) {
     y[i] = (float)code * bf16_at(scales, i / 64) + bf16_at(biases, i / 64);
   }
 }
-
-#define SPILE_KERNELS(NAME)                                                                                    \
-  {NAME,    fix,        ternary,    affine4,         affine4_row,   router, rmsnorm, softmax,                  \
-   swiglu,  add_scaled, attend<uint16_t>, attend<float>, merge, finish, store_pair<uint16_t>, store_pair<float>}

@@ -1,11 +1,13 @@
 // The Python face of the core: addresses, sizes and NumPy arrays in; nothing here decides anything.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -53,7 +55,8 @@ DecoderConfig config_from(const nb::dict& d) {
   c.window = integer("window");
   c.rms_norm_eps = nb::cast<float>(d["rms_norm_eps"]);
   c.rope_theta = nb::cast<double>(d["rope_theta"]);
-  c.half_cache = nb::cast<bool>(d["half_cache"]);
+  c.full_bits = {integer("key_bits"), integer("value_bits")};
+  c.ring_bits = {integer("ring_key_bits"), integer("ring_value_bits")};
   c.max_chunk = integer("max_chunk");
   c.activation_bytes = integer("activation_bytes");
   c.sliding = nb::cast<std::vector<bool>>(d["sliding"]);
@@ -182,6 +185,24 @@ nb::ndarray<nb::numpy, uint32_t> bpe_word_slots(Array<const uint32_t, 1> ids, Ar
   return own<uint32_t, 1>(std::move(slots), {n});
 }
 
+nb::ndarray<nb::numpy, uint8_t> read_cache(const KvCache& cache, int layer, int64_t start, int64_t end) {
+  cache.check_span(layer, start, end, true);
+  const size_t nbytes = cache.shape().position_nbytes(layer);
+  std::vector<uint8_t> data(static_cast<size_t>(end - start) * nbytes);
+  {
+    nb::gil_scoped_release release;
+    cache.read(layer, start, end, data.data());
+  }
+  return own<uint8_t, 2>(std::move(data), {static_cast<size_t>(end - start), nbytes});
+}
+
+void write_cache(KvCache& cache, int layer, int64_t start, Array<const uint8_t, 2> data) {
+  cache.check_span(layer, 0, 0, false);
+  if (data.shape(1) != cache.shape().position_nbytes(layer)) throw nb::value_error("rows of another length than a position's");
+  nb::gil_scoped_release release;
+  cache.write(layer, start, start + static_cast<int64_t>(data.shape(0)), data.data());
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -231,7 +252,13 @@ NB_MODULE(_core, m) {
 
   nb::class_<KvCache>(m, "KvCache")
       .def_rw("position", &KvCache::position)
-      .def_prop_ro("nbytes", &KvCache::nbytes);
+      .def_prop_ro("nbytes", &KvCache::nbytes)
+      .def("nbytes_per_position", [](const KvCache& self, int layer) {
+             self.check_span(layer, 0, 0, false);
+             return self.shape().position_nbytes(layer);
+           }, "layer"_a)
+      .def("read", &read_cache, "layer"_a, "start"_a, "end"_a)
+      .def("write", &write_cache, "layer"_a, "start"_a, "data"_a);
 
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__",
@@ -251,13 +278,15 @@ NB_MODULE(_core, m) {
       .def("attend", &Decoder::attend, NoGil())
       .def("dense", &Decoder::dense, NoGil())
       .def("route",
-           [](Decoder& self, int layer, Array<int32_t, 1> ids, Array<int32_t, 1> counts) {  // both [E], filled from the front
-             const auto& found = self.route(layer);
+           // ids and counts [E] are filled from the front; allowed is [E], or None where every expert may be chosen
+           [](Decoder& self, int layer, Array<int32_t, 1> ids, Array<int32_t, 1> counts,
+              std::optional<Array<const uint8_t, 1>> allowed) {
+             const auto& found = self.route(layer, allowed ? allowed->data() : nullptr);
              std::copy(found.begin(), found.end(), ids.data());
              std::copy(self.counts().begin(), self.counts().end(), counts.data());
              return static_cast<int>(found.size());
            },
-           NoGil())
+           NoGil(), "layer"_a, "ids"_a, "counts"_a, "allowed"_a = nb::none())
       .def("experts",
            [](Decoder& self, int layer, Array<const int32_t, 1> ids, Array<const uint64_t, 2> codes) {
              self.experts(layer, ids.data(), codes.data(), static_cast<int>(ids.shape(0)));

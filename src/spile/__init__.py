@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spile.errors import ModelError as ModelError
     from spile.errors import ModelNotFoundError as ModelNotFoundError
     from spile.errors import OptionError as OptionError
+    from spile.errors import PromptFileError as PromptFileError
     from spile.errors import ReadError as ReadError
     from spile.errors import SpileError as SpileError
     from spile.errors import TextError as TextError
@@ -46,6 +47,7 @@ _NAME_TO_MODULE = {
     "ModelError": "errors",
     "ModelNotFoundError": "errors",
     "OptionError": "errors",
+    "PromptFileError": "errors",
     "ReadError": "errors",
     "SpileError": "errors",
     "TextError": "errors",
@@ -73,6 +75,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "OptionError",
+    "PromptFileError",
     "ReadError",
     "Sampling",
     "SpileError",

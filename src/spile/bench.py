@@ -111,7 +111,7 @@ def record_trace(
         raise OptionError(f"seed is {seed}: it must be a whole number from 0 to {2**64 - 1:,}")
     if not prompt:
         raise OptionError("the prompt is empty: there is no token to go on from")
-    with load(source, offline=offline) as model:
+    with load(source, engine="cpu", offline=offline) as model:
         ids = model.encode(prompt, raw=True)
         check_prompt(len(ids), model.context)
         if len(ids) + num_tokens > model.context:

@@ -23,6 +23,7 @@ from spile.commands.generate import generate
 from spile.commands.help import HelpCommand, HelpGroup
 from spile.commands.memory import bench, plan
 from spile.commands.models import convert, synth, verify
+from spile.commands.serve import serve
 from spile.console.terminal import note
 from spile.errors import OptionError, SpileError
 
@@ -33,8 +34,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (generate, chat, plan, verify, synth, convert):
+for _command in (generate, chat, serve, plan, verify, synth, convert):
     app.command(cls=HelpCommand)(_command)
+app.command("server", cls=HelpCommand, hidden=True)(serve)
 app.add_typer(bench)
 
 

@@ -11,6 +11,7 @@
      +- ContextError              a prompt longer than the context
      +- OptionError               a parameter out of range
      +- WriteError                output cannot be written
+     +- PromptFileError           a saved prompt is damaged, or another model's
 
 Foreign text (tensor names, config values) enters a message only through `quote`, so that a message stays
 one line of printable ASCII whatever a file holds.
@@ -82,6 +83,10 @@ class OptionError(SpileError):
 
 class WriteError(SpileError):
     """Output cannot be written: the disk is full or the folder exists."""
+
+
+class PromptFileError(SpileError):
+    """A saved prompt is missing, damaged, or was saved by another model or with other options."""
 
 
 def quote(value: Any) -> str:

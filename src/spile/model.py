@@ -17,26 +17,40 @@ from numbers import Integral
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.errors import ContextError, OptionError, SpileError, TextError, UnsupportedModelError, quote
-from spile.generation.generate import Chunk, Completion, OnPrefill, check_prompt, generate, join
+from spile.engines import PROMPT_FOLDER_LIMIT
+from spile.errors import (
+    BudgetError,
+    ContextError,
+    OptionError,
+    SpileError,
+    TextError,
+    UnsupportedModelError,
+    quote,
+)
+from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, check_prompt, generate, join
 from spile.generation.held import Held
 from spile.generation.options import Sampling, sampling_of
+from spile.generation.prompt_reuse import PromptReuse, continued
 from spile.sizes import format_size, parse_size
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
-from spile.text.reasoning import can_reason
+from spile.text.reasoning import ReasoningSplitter, can_reason
 from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar, read_text
 from spile.text.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
+    from spile.architectures.foreign import ForeignModel
     from spile.architectures.maple import MapleModel
     from spile.engines import EngineOptions
-    from spile.engines.base import Counters, Engine
+    from spile.engines.base import Counters, Engine, State
+    from spile.generation.grammar import Grammar, GrammarTable
+
+AnyModel: TypeAlias = "MapleModel | ForeignModel"
 
 # Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
 # characters one at most.
@@ -46,11 +60,17 @@ _PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """A prompt as ids, and as the text that they were encoded from, where there was one."""
+class EncodedPrompt:
+    """A prompt as ids. `begins_inside`: whether it ends inside of the answer's reasoning; None where the answer
+    has no reasoning to split off. Of use with the model that made it, any number of times.
+    """
 
     token_ids: list[int]
-    source: PromptText | None = None
+    begins_inside: bool | None = None
+
+    def splitter(self) -> ReasoningSplitter | None:
+        """Make what splits one answer."""
+        return None if self.begins_inside is None else ReasoningSplitter(has_begun=self.begins_inside)
 
 
 class Model:
@@ -69,6 +89,8 @@ class Model:
         plan_context: Callable[[], int],
         vocab_size: int,
         folder: Path | None = None,
+        memory_bytes: int | None = None,
+        prompts: PromptReuse | None = None,
         on_note: OnNote | None = None,
         resources: ExitStack | None = None,
     ) -> None:
@@ -81,8 +103,12 @@ class Model:
         self._sidecar = sidecar
         self._plan_context = plan_context
         self._planned_context: int | None = None
+        self._memory_bytes = memory_bytes
+        self._grammar_table: GrammarTable | None = None
+        self._grammar_nbytes = 0  # that the pool gave up for it
         self._lock = threading.RLock()
         self._on_note = on_note or _warn
+        self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
@@ -113,6 +139,11 @@ class Model:
         return self._sidecar.chat_template
 
     @property
+    def has_budget(self) -> bool:
+        """Whether somebody named a bound for the process's memory."""
+        return self._memory_bytes is not None
+
+    @property
     def can_reason(self) -> bool:
         """Whether the chat template is that of a model that reasons before it answers."""
         return can_reason(self._sidecar.chat_template or "")
@@ -134,7 +165,8 @@ class Model:
         nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
         if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
             raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
-        self._opened().resize(nbytes)
+        self._opened().resize(nbytes - self._grammar_nbytes)
+        self._memory_bytes = nbytes
 
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""
@@ -160,7 +192,7 @@ class Model:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         *,
         raw: bool = False,
         system: str | None = None,
@@ -170,6 +202,10 @@ class Model:
         held: Held | None = None,
         on_prefill: OnPrefill | None = None,
         pauses: bool = False,
+        constraint: Constraint | None = None,
+        json_schema: Mapping[str, Any] | None = None,
+        save_prompt: str | Path | None = None,
+        load_prompt: str | Path | None = None,
         **sampling: Any,
     ) -> Generator[Chunk, None, None]:
         """Answer a prompt chunk by chunk.
@@ -179,7 +215,11 @@ class Model:
         `template_arguments`, and is asked to leave reasoning out where `think` is False; a list of ids is
         taken as it is. `sampling` are the fields of `Sampling`; what is not given is the model's default.
         With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before; with
-        `pauses` an empty chunk comes after each piece of the prompt.
+        `pauses` an empty chunk comes after each piece of the prompt. A `constraint` rules which tokens may come,
+        and with `json_schema` the answer is JSON that follows it (`{"type": "object"}` for any object);
+        what `encoded` made is taken as it is.
+        `save_prompt` is a file that gets the prompt, once read; with `load_prompt` the prompt goes on from such
+        a file's: the answer is as if both had been given in one text, and what the file holds is not read again.
         The prompt is encoded and checked, and the engine opened, before this returns; the rest happens as
         chunks are asked for.
 
@@ -188,14 +228,31 @@ class Model:
             ContextError: a prompt that leaves no room for an answer in the context.
             TextError: no tokenizer or no template where one is needed, or either is damaged or refuses.
             BudgetError, ModelError, ReadError: the engine cannot be opened, or a read fails.
+            PromptFileError, WriteError: a saved prompt that is damaged or another model's; one that cannot be
+                written.
         """
         requested = time.perf_counter()
         options = self.sampling.changed(sampling)
         self._check_sampling(options)
+        saved = None if load_prompt is None else self._prompts.saved(load_prompt)
+        text = prompt if isinstance(prompt, str) else None
+        if saved is not None and not isinstance(prompt, EncodedPrompt):
+            prompt, system = continued(saved, prompt, raw=raw, system=system)
+            text = prompt if isinstance(prompt, str) else None
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
-        encoded = self._encode(prompt, rendering)
-        token_ids, source = encoded.token_ids, encoded.source
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else self._encode(prompt, rendering)
+        token_ids = encoded.token_ids
         check_prompt(len(token_ids), self.context, num_answer=1)
+        save = None
+        if save_prompt is not None:
+            about = {"text": text, "raw": raw, "system": system}
+            save = self._prompts.saver(save_prompt, token_ids, about)
+        if json_schema is not None:
+            from spile.generation.grammar import json_grammar
+
+            if constraint is not None:
+                raise OptionError("constraint and json_schema both say what the answer may be: give one")
+            constraint = self.constraint(json_grammar(json_schema), begins_inside=encoded.begins_inside)
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
@@ -204,6 +261,13 @@ class Model:
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
         check_prompt(len(token_ids), engine.context, num_answer=1)
+
+        def on_prompt(state: State) -> None:
+            if saved is not None:
+                self._prompts.note_unused(saved)
+            if save is not None:
+                save(state)
+
         chunks = generate(
             engine,
             token_ids,
@@ -211,11 +275,15 @@ class Model:
             num_entries=num_entries,
             eos_ids=eos_ids,
             decoder=decoder,
-            splitter=source.splitter if source else None,
+            splitter=encoded.splitter(),
             held=held,
+            cache=self._prompts.cache,
+            sources=() if saved is None else (saved,),
             on_prefill=on_prefill,
+            on_prompt=on_prompt,
             requested=requested,
             pauses=pauses,
+            constraint=constraint,
         )
         self._streams.add(chunks)
         return self._while_open(chunks)
@@ -227,6 +295,23 @@ class Model:
         held = Held()
         self._held.add(held)
         return held
+
+    def constraint(self, grammar: Grammar, *, begins_inside: bool | None = None) -> Constraint:
+        """Make what keeps one answer to a grammar; `begins_inside` is the encoded prompt's. The first takes the
+        memory of a table of all tokens for good: out of the budget, where there is one.
+
+        Raises: OptionError for a grammar that cannot be followed, or without llguidance; TextError without a
+        tokenizer of bytes; BudgetError where the pool cannot give up the table's bytes.
+        """
+        return self._opened_table().constraint(grammar, begins_inside=begins_inside)
+
+    def prepare_grammars(self) -> None:
+        """Take the memory that `constraint` needs now. Before the engine is opened the plan then counts it, which
+        leaves room where a pool could not give it up later.
+
+        Raises: as `constraint`.
+        """
+        self._opened_table()
 
     def encode(
         self,
@@ -242,6 +327,20 @@ class Model:
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
         return self._encode(prompt, rendering).token_ids
 
+    def encoded(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        tools: Sequence[Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> EncodedPrompt:
+        """Turn a prompt into what `stream` answers later, once or several times.
+
+        Raises: as `stream`, but for the context.
+        """
+        return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}))
+
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice."""
         self._closed = True
@@ -249,6 +348,8 @@ class Model:
             chunks.close()
         for held in list(self._held):
             held.close()
+        if self._prompts.cache is not None:
+            self._prompts.cache.clear()
         engine, self._engine = self._engine, None
         try:
             if engine is not None:
@@ -267,11 +368,11 @@ class Model:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, rendering: Rendering) -> _Encoded:
+    def _encode(self, prompt: Prompt, rendering: Rendering) -> EncodedPrompt:
         self._check_open()
         if is_ids(prompt):
             check_ids_rendering(rendering)
-            return _Encoded(self._checked_ids(prompt))  # type: ignore[arg-type]
+            return EncodedPrompt(self._checked_ids(prompt))  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise TextError(
                 f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
@@ -281,7 +382,7 @@ class Model:
         with self._alone():
             return self._encode_text(self.tokenizer, source)
 
-    def _encode_text(self, tokenizer: Tokenizer, source: PromptText) -> _Encoded:
+    def _encode_text(self, tokenizer: Tokenizer, source: PromptText) -> EncodedPrompt:
         self._check_length(source.text)
         self._make_room(tokenizer, source.text)
         token_ids = tokenizer.encode(source.text)
@@ -291,7 +392,8 @@ class Model:
                 f"the tokenizer gave token {highest:,} and the model has {self.vocab_size:,} tokens: "
                 f"the two do not belong together"
             )
-        return _Encoded(token_ids, source)
+        splitter = source.splitter
+        return EncodedPrompt(token_ids, None if splitter is None else splitter.is_thinking)
 
     def _tell_once(self, note: str) -> None:
         if note not in self._told:
@@ -326,6 +428,35 @@ class Model:
         """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""
         if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
             self._engine.lend(tokenizer.encode_nbytes(text))
+
+    def _opened_table(self) -> GrammarTable:
+        from spile.generation.grammar import GrammarTable
+
+        self._check_open()
+        if self._grammar_table is None:
+            if self.tokenizer is None:
+                raise TextError("a grammar is about text, and this model has no tokenizer")
+            with self._alone():
+                if not self.tokenizer.is_learned:
+                    self._make_room(self.tokenizer, "")
+                self._set_aside(GrammarTable.nbytes(self.tokenizer.num_entries))
+                self._grammar_table = GrammarTable(self.tokenizer, self.vocab_size)
+        return self._grammar_table
+
+    def _set_aside(self, nbytes: int) -> None:
+        """Take bytes out of the pool for good, under a budget. What comes before the engine is in its plan."""
+        if self._engine is None or self._memory_bytes is None or self._grammar_nbytes:
+            return
+        try:
+            self._engine.resize(self._memory_bytes - nbytes)
+        except BudgetError as error:
+            raise BudgetError(
+                f"the table of tokens that a grammar needs takes {format_size(nbytes)}: {error.message}",
+                "Load the model with a larger budget, or call prepare_grammars() before its first answer.",
+            ) from error
+        except OptionError:  # everything is mapped: the files' pages make room
+            return
+        self._grammar_nbytes = nbytes
 
     def _while_open(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
         with closing(chunks):
@@ -396,12 +527,15 @@ def load(
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
+    flash_moe: bool = False,
     active_experts: int | None = None,
     shared_experts: int = 0,
     reselect_every: int = 1,
     flash_head: bool = False,
     sequences: int = 1,
     prompt_cache_bytes: int = 0,
+    prompt_cache: str | Path | None = None,
+    prompt_cache_limit: int | str = PROMPT_FOLDER_LIMIT,
     chat_template: str | Path | None = None,
     offline: bool = False,
     on_note: OnNote | None = None,
@@ -411,7 +545,9 @@ def load(
     `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
     what the machine has. `threads` None means the physical cores. `io` is auto, buffered or direct; `kv_bits`
     16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
-    Jinja template to use instead of the model's own. Headers and configs are read and checked now; weights
+    Jinja template to use instead of the model's own. `prompt_cache_bytes` of the budget keep what was read of
+    earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
+    up to `prompt_cache_limit`. Headers and configs are read and checked now; weights
     with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
 
     Raises:
@@ -420,11 +556,11 @@ def load(
         TextError: a damaged tokenizer_config.json, or a template file that is missing or damaged.
     """
     from spile.architectures import open_model
-    from spile.architectures.maple import Form
+    from spile.architectures.maple import Form, MapleModel
     from spile.files.checkpoint import open_checkpoint
     from spile.files.hub import resolve
 
-    for name, value in (("source", source), ("chat_template", chat_template)):
+    for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
         if value is not None and not isinstance(value, (str, Path)):
             raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
     budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
@@ -438,6 +574,7 @@ def load(
         context=context,
         prefill_chunk=prefill_chunk,
         activation_bytes=activation_bytes,
+        flash_moe=flash_moe,
         active_experts=active_experts,
         shared_experts=shared_experts,
         reselect_every=reselect_every,
@@ -449,12 +586,15 @@ def load(
     with ExitStack() as cleanup:
         folder = resolve(source, offline=offline)
         checkpoint = open_checkpoint(folder)
-        maple = open_model(checkpoint)
-        options.check_context(maple.config.max_position_embeddings)
+        opened = open_model(checkpoint)
+        options.check_context(opened.config.max_position_embeddings)
+        _check_engine(opened, options)
         for note in checkpoint.notes:
             tell(note)
-        if maple.form is Form.BF16:
-            maple = _convert(maple, cleanup, tell)
+        if isinstance(opened, MapleModel):
+            options.check_experts(opened.config.num_experts, opened.config.num_experts_per_tok)
+            if opened.form is Form.BF16:
+                opened = _convert(opened, cleanup, tell)
         tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
         sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
         if chat_template is not None:
@@ -462,14 +602,17 @@ def load(
             if template is None:
                 raise TextError(f"there is no chat template {chat_template}")
             sidecar = replace(sidecar, chat_template=template)
+        prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
         return Model(
-            open_engine=lambda: _open_engine(maple, options),
+            open_engine=lambda: _open_engine(opened, options),
             config=checkpoint.config,
             sidecar=sidecar,
             tokenizer=tokenizer,
-            plan_context=lambda: _plan_context(maple, options),
-            vocab_size=maple.config.vocab_size,
+            plan_context=lambda: _plan_context(opened, options),
+            vocab_size=opened.config.vocab_size,
             folder=folder,
+            memory_bytes=budget_bytes,
+            prompts=prompts,
             on_note=tell,
             resources=cleanup.pop_all(),
         )
@@ -481,24 +624,58 @@ def _engine_options(**values: Any) -> EngineOptions:
     return EngineOptions(**values)
 
 
-def _open_engine(maple: MapleModel, options: EngineOptions) -> Engine:
+def _prompts(
+    opened: AnyModel, options: EngineOptions, folder: str | Path | None, limit: int | str, tell: OnNote
+) -> PromptReuse:
+    from spile.files.fingerprint import fingerprint
+
+    limit_nbytes = parse_size(limit, name="prompt_cache_limit") if isinstance(limit, str) else limit
+    if isinstance(limit_nbytes, bool) or not isinstance(limit_nbytes, Integral) or limit_nbytes < 1:
+        raise OptionError(f"prompt_cache_limit is {quote(limit)}: it must be bytes, or a size such as '2GB'")
+    every = options.reselect_every
+    return PromptReuse(
+        lambda: fingerprint(opened.checkpoint),
+        budget_nbytes=options.prompt_cache_bytes,
+        folder=None if folder is None else Path(folder).expanduser(),
+        limit_nbytes=limit_nbytes,
+        obstacle=None if every == 1 else f"with reselect_every {every} a token depends on more than its text",
+        on_note=tell,
+    )
+
+
+def _check_engine(opened: AnyModel, options: EngineOptions) -> None:
+    """Check that there is an engine for a model, before anything is read for it."""
+    from spile.engines import choose_engine
+
+    if choose_engine(opened, options) == "mlx":
+        from spile.engines.mlx.adapter import require
+
+        require()
+
+
+def _open_engine(opened: AnyModel, options: EngineOptions) -> Engine:
     from spile.engines import open_engine
 
-    return open_engine(maple, options)
+    return open_engine(opened, options)
 
 
-def _plan_context(maple: MapleModel, options: EngineOptions) -> int:
+def _plan_context(opened: AnyModel, options: EngineOptions) -> int:
+    from spile.architectures.maple import MapleModel
+    from spile.engines import choose_engine
     from spile.residency.experts import ExpertTable
     from spile.residency.plan import make_plan
 
-    return make_plan(maple, ExpertTable(maple), options).context
+    if choose_engine(opened, options) == "mlx":  # which plans with the model at hand, and checks again
+        return options.context or opened.config.max_position_embeddings
+    assert isinstance(opened, MapleModel), "the cpu engine was chosen"
+    return make_plan(opened, ExpertTable(opened), options).context
 
 
 def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
     """Convert a small bf16 source into a temporary folder, which goes when `cleanup` closes; refuse a large
     one.
     """
-    from spile.architectures import open_model
+    from spile.architectures.maple import open_maple
     from spile.files.checkpoint import open_checkpoint
     from spile.making.convert import convert_folder
 
@@ -514,7 +691,7 @@ def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
     temporary = cleanup.enter_context(TemporaryDirectory(prefix="spile-"))
     packed = Path(temporary) / "model"
     convert_folder(folder, packed)
-    return open_model(open_checkpoint(packed))
+    return open_maple(open_checkpoint(packed))
 
 
 def _warn(note: str) -> None:

@@ -1,13 +1,13 @@
 """A model folder -> a certificate: its logits, computed in many ways in fresh processes, are equal bit for
 bit.
 
-Each row of the certificate is one process that opens the model with one configuration (memory, threads,
-prefill chunk, way of reading, instruction set), computes the logits of a fixed text at every position, goes
-on greedily for a few tokens, and prints the SHA-256 of all those logits. The first row has no budget. What
-is proved:
+Each row of the certificate is one process (`verify_row.py`) that computes the logits of a fixed text with one
+configuration. The first row of each engine has no budget. What is proved:
 
 - rows equal: where the weights were (resident, or read from disk a moment ago, in whichever slot), how many
-  threads and instructions computed, and how the prompt was cut, changed no bit of the answer;
+  threads and instructions computed, and how the prompt was cut, changed no bit of the answer. MLX's kernels
+  depend on how the prompt is cut, so on the mlx engine rows are compared at the same chunk;
+- engines agree: two implementations, each with all the digits it has, give the same logits up to rounding;
 - files equal (see `digests.py`): the weights themselves are what they were when recorded or published. Rows
   alone cannot show this, since all of them read the same file.
 
@@ -18,24 +18,23 @@ holds no model.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from spile import errors
-from spile.errors import BudgetError, ModelError, OptionError, SpileError, UnsupportedModelError
+from spile.agreement import Agreement, compare
+from spile.errors import OptionError, UnsupportedModelError, quote
 from spile.sizes import format_size
+from spile.verify_row import Configuration, Row, Task, run
 
+if TYPE_CHECKING:
+    from spile.architectures.foreign import ForeignModel
+    from spile.architectures.maple import MapleModel
+
+ENGINES = ("auto", "cpu", "mlx", "both")
 TEXT = (
     "When the nights still freeze and the days begin to thaw, the sap of the maple starts to rise. A "
     "farmer drills a small hole on the sunny side of the trunk, taps in a spile, and hangs a bucket "
@@ -50,60 +49,42 @@ DEFAULT_BUDGETS = (630_000_000, 1_000_000_000, 2_000_000_000)
 DECODED = 8
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One way of running the model; None and "auto" leave the choice to the engine."""
-
-    memory_bytes: int | None = None
-    slots: int | None = None  # the pool in experts, where a budget would not bind because the model is small
-    threads: int | None = None
-    prefill_chunk: int | None = None
-    io: str = "auto"
-    isa: str | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one configuration gave. `state` is "ok", "different", "skipped" (it cannot run so) or "failed"."""
-
-    configuration: Configuration
-    state: str
-    reason: str | None = None
-    summary: str | None = None  # the engine's own line about its plan
-    num_tokens: int = 0
-    seconds: float = 0.0
-    peak_memory_bytes: int | None = None
-    resident_expert_bytes: int | None = None
-    bytes_read: int | None = None
-    sha256: str | None = None
-    token_ids: tuple[int, ...] = ()  # those decoded greedily
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+MLX_CHUNKS = (32, 7)  # prefill chunks at which the mlx engine is compared with itself
 
 
 @dataclass(frozen=True)
 class Report:
-    """The certificate. It holds when the files are undamaged and two rows or more were computed and are all
-    equal."""
+    """The certificate. It holds when the files are undamaged, two rows or more were computed and are all
+    equal, and engines that were compared agree."""
 
     model: str
     text: str  # where the ids came from
     num_tokens: int
     num_decoded: int
     kv_bits: int
+    kv_v_bits: int | None
     rows: tuple[Row, ...]
     files: Any | None = field(default=None)  # a digests.FileCheck, or None when the files were not looked at
+    is_across_engines: bool = False  # both engines were asked for
+    agreements: tuple[Agreement, ...] = ()
 
     @property
     def ok(self) -> bool:
         states = [row.state for row in self.rows]
         return (
-            states.count("ok") >= 2
+            self.num_compared >= 2
             and "different" not in states
             and "failed" not in states
             and (self.files is None or self.files.ok)
+            and all(agreement.ok for agreement in self.agreements)
+            and (not self.is_across_engines or any(agreement.is_judged for agreement in self.agreements))
         )
+
+    @property
+    def num_compared(self) -> int:
+        """Rows that had another to be equal to."""
+        groups = [row.configuration.group for row in self.rows if row.state == "ok"]
+        return sum(groups.count(group) > 1 for group in groups)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -113,8 +94,10 @@ class Report:
             "num_tokens": self.num_tokens,
             "num_decoded": self.num_decoded,
             "kv_bits": self.kv_bits,
+            "kv_v_bits": self.kv_bits if self.kv_v_bits is None else self.kv_v_bits,
             "rows": [row.as_dict() for row in self.rows],
             "files": None if self.files is None else self.files.as_dict(),
+            "agreements": [{**asdict(each), "ok": each.ok} for each in self.agreements],
         }
 
     def verdict(self) -> str:
@@ -125,12 +108,18 @@ class Report:
             return f"DAMAGED: {num:,} piece{'s' if num > 1 else ''} of the files changed"
         if "different" in states:
             num = states.count("different")
-            return f"DIFFERENT: {num} of {len(states)} runs gave other logits than the first"
+            return f"DIFFERENT: {num} of {len(states)} runs gave other logits than the first of their kind"
         if "failed" in states:
             return f"FAILED: {states.count('failed')} of {len(states)} runs did not end well"
+        if not all(agreement.ok for agreement in self.agreements):
+            return "DIFFERENT: the engines do not agree"
+        if self.is_across_engines and not any(agreement.is_judged for agreement in self.agreements):
+            return "NOT SHOWN: the engines could not both run, so they were not compared"
         if not self.ok:
             return "NOT SHOWN: fewer than two configurations could run, so nothing was compared"
-        runs = f"{states.count('ok')} runs gave the same logits, bit for bit"
+        runs = f"{self.num_compared} runs gave the same logits, bit for bit"
+        if self.agreements:
+            runs += " within each engine, and the engines agree"
         skipped = f" ({states.count('skipped')} could not run so)" if "skipped" in states else ""
         if self.files is None:
             return f"OK: {runs}{skipped}; the files were not looked at"
@@ -148,10 +137,12 @@ def verify(
     tokens: int | None = None,
     decoded: int = DECODED,
     kv_bits: int = 16,
+    kv_v_bits: int | None = None,
     files: bool = True,
     manifest: Path | None = None,
     record: bool = False,
     offline: bool = False,
+    engine: str = "auto",
     on_row: Callable[[Row], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -159,7 +150,8 @@ def verify(
 
     `memories` (bytes), `threads` and `chunks` replace the built-in rows by their product. `tokens` is the
     length of the text; by default it passes the sliding window on a small model and is short on a large
-    one. `on_row` gets every row as it is done, `on_progress` bytes digested and in all. Reads the whole
+    one. `engine` is auto (the one that runs the model by default), cpu, mlx, or both, which compares them too.
+    `on_row` gets every row as it is done, `on_progress` bytes digested and in all. Reads the whole
     checkpoint once, and runs the model once a row.
 
     Raises:
@@ -167,30 +159,37 @@ def verify(
         OptionError: a number out of range.
         ReadError, WriteError: see `digests.check_files`.
     """
-    from spile.architectures.maple import Form, open_maple
+    from spile.architectures import open_model
+    from spile.architectures.maple import Form, MapleModel
+    from spile.engines import EngineOptions, choose_engine
     from spile.files.checkpoint import open_checkpoint
     from spile.files.digests import check_files
     from spile.files.hub import resolve
-    from spile.residency.experts import ExpertTable
 
+    if engine not in ENGINES:
+        raise OptionError(f"engine is {quote(engine)}: it must be one of {', '.join(ENGINES)}")
     for name, number in (("tokens", tokens), ("decoded", decoded), *_numbered("memory", memories)):
         if number is not None and number < 1:
             raise OptionError(f"{name} must be at least 1, not {number}")
     folder = resolve(source, offline=offline)
-    model = open_maple(open_checkpoint(folder))
-    if model.form is Form.BF16:
+    model = open_model(open_checkpoint(folder))
+    if isinstance(model, MapleModel) and model.form is Form.BF16:
         raise UnsupportedModelError(
             f"{folder} is a bf16 source, which is not run as it is",
             "Turn it into a 2-bit folder with spile convert.",
         )
-    table = ExpertTable(model)
-    num_experts = sum(table.is_moe(layer) for layer in range(table.num_layers)) * table.num_experts
-    expert_nbytes = num_experts * table.expert_nbytes
+    if engine == "both":
+        engines: tuple[str, ...] = tuple(
+            choose_engine(model, EngineOptions(engine=name)) for name in ("cpu", "mlx")
+        )
+    else:
+        engines = (choose_engine(model, EngineOptions(engine=engine)),)
+    num_experts, expert_nbytes, window = _sizes(model)
     small = expert_nbytes < SMALL_EXPERT_NBYTES
 
     room = model.config.max_position_embeddings - decoded
     if tokens is None:
-        tokens = min((model.config.sliding_window or 128) + 32, 512) if small else LARGE_MODEL_TOKENS
+        tokens = min(window + 32, 512) if small else LARGE_MODEL_TOKENS
         tokens = min(tokens, room)
     if tokens > room or room < 1:
         raise OptionError(
@@ -199,56 +198,87 @@ def verify(
         )
     ids, text = _fixed_ids(folder, model.checkpoint.config, model.config.vocab_size, tokens)
 
-    if memories or threads or chunks:
-        configurations = [Configuration()] + [
-            Configuration(memory_bytes=memory, threads=count, prefill_chunk=chunk)
-            for memory in memories or (None,)
-            for count in threads or (None,)
-            for chunk in chunks or (None,)
-        ]
-    else:
-        configurations = _default_configurations(
-            num_experts, expert_nbytes, small, model.config.num_experts_per_tok
-        )
+    configurations: list[Configuration] = []
+    for name in engines:
+        if memories or threads or chunks:
+            configurations += _listed_configurations(name, memories, threads, chunks)
+        elif name == "cpu":
+            configurations += _default_configurations(
+                num_experts, expert_nbytes, small, model.config.num_experts_per_tok
+            )
+        else:
+            configurations += _mlx_configurations(
+                num_experts, expert_nbytes, model.config.num_experts_per_tok
+            )
 
     stamps = _stamps(model.checkpoint.shards)
     check = None
     if files:
         check = check_files(model.checkpoint, manifest=manifest, record=record, on_progress=on_progress)
 
+    task = Task(folder, tuple(ids), decoded, kv_bits, kv_v_bits)
     rows: list[Row] = []
-    for configuration in configurations:
-        job = {
-            "folder": str(folder),
-            "ids": ids,
-            "decoded": decoded,
-            "kv_bits": kv_bits,
-            "configuration": asdict(configuration),
-        }
-        row = _run(configuration, job)
-        reference = next((each.sha256 for each in rows if each.state == "ok"), None)
+
+    def add(configuration: Configuration, keep: Path | None) -> bool:
+        """Make one row; say whether the next may follow."""
+        row = run(configuration, task, keep=keep)
+        reference = next(
+            (r.sha256 for r in rows if r.state == "ok" and r.configuration.group == configuration.group), None
+        )
         if row.state == "ok" and reference is not None and row.sha256 != reference:
             row = replace(row, state="different")
         rows.append(row)
         if on_row is not None:
             on_row(row)
-        if _stamps(model.checkpoint.shards) != stamps:
-            rows[-1] = Row(configuration, "failed", "the model's files were written to meanwhile")
-            break
+        if _stamps(model.checkpoint.shards) == stamps:
+            return True
+        rows[-1] = Row(configuration, "failed", "the model's files were written to meanwhile")
+        return False
+
+    agreements: tuple[Agreement, ...] = ()
+    with TemporaryDirectory(prefix="spile-verify-") as temporary:
+        kept: dict[Configuration, Path] = {}
+        if engine == "both":
+            precise = [
+                Configuration(engine=name, is_precise=True, prefill_chunk=MLX_CHUNKS[0]) for name in engines
+            ]
+            configurations += precise
+            firsts = [next(each for each in configurations if each.engine == name) for name in engines]
+            kept = {each: Path(temporary) / str(n) for n, each in enumerate([*precise, *firsts])}
+        if all(add(each, kept.get(each)) for each in configurations) and kept:
+            agreements = tuple(compare(kept, model.config.vocab_size))
     return Report(
         model=str(source) if source is not None else "the demo model",
         text=text,
         num_tokens=tokens,
         num_decoded=decoded,
         kv_bits=kv_bits,
+        kv_v_bits=kv_v_bits,
         rows=tuple(rows),
         files=check,
+        is_across_engines=engine == "both",
+        agreements=agreements,
     )
+
+
+def _sizes(model: MapleModel | ForeignModel) -> tuple[int, int, int]:
+    """Return how many experts a model has, their bytes, and its window. Of a foreign model spile knows none of
+    them: a few experts for each that is chosen, and the bytes of all its files, are close enough to choose rows by.
+    """
+    from spile.architectures.maple import MapleModel
+    from spile.residency.experts import ExpertTable
+
+    if not isinstance(model, MapleModel):
+        nbytes = sum(os.stat(path).st_size for path in model.checkpoint.shards)
+        return 8 * max(1, model.config.num_experts_per_tok), nbytes, 128
+    table = ExpertTable(model)
+    num_experts = sum(table.is_moe(layer) for layer in range(table.num_layers)) * table.num_experts
+    return num_experts, num_experts * table.expert_nbytes, model.config.sliding_window or 128
 
 
 def heading() -> str:
     """Return the heading over `line`."""
-    return f"{'memory':>9} {'threads':>7} {'chunk':>5} {'io':<8} {'isa':<7} {'peak':>8} {'resident':>8} " + (
+    return f"{'memory':>9} {'threads':>7} {'chunk':>5} {'io':<8} {'by':<7} {'peak':>8} {'resident':>8} " + (
         f"{'read':>8} {'seconds':>7} {'tokens':>6}  sha256"
     )
 
@@ -259,7 +289,8 @@ def line(row: Row) -> str:
     memory = "all" if c.memory_bytes is None else _size(c.memory_bytes)
     memory = f"{c.slots} slots" if c.slots is not None else memory
     cells = f"{memory:>9} {c.threads or 'auto':>7} {c.prefill_chunk or 'auto':>5} "
-    cells += f"{c.io:<8} {c.isa or 'auto':<7} "
+    by = c.isa or ("auto" if c.engine == "cpu" else c.engine)
+    cells += f"{c.io:<8} {by + '+' if c.is_precise else by:<7} "
     if row.state in ("skipped", "failed"):
         return f"{cells} {row.state if row.state == 'skipped' else 'FAILED'}: {row.reason}"
     sizes = (row.peak_memory_bytes, row.resident_expert_bytes, row.bytes_read)
@@ -302,6 +333,38 @@ def _default_configurations(
     return rows
 
 
+def _listed_configurations(
+    engine: str, memories: Sequence[int] | None, threads: Sequence[int] | None, chunks: Sequence[int] | None
+) -> list[Configuration]:
+    """Return the rows that the user named, after one to compare them with; on mlx after one a chunk, and at
+    the same chunk everywhere where none is named."""
+    if engine == "cpu":
+        firsts = [Configuration()]
+    else:
+        chunks = chunks or MLX_CHUNKS[:1]
+        firsts = [Configuration(engine="mlx", prefill_chunk=chunk) for chunk in chunks]
+    return firsts + [
+        Configuration(memory_bytes=memory, threads=count, prefill_chunk=chunk, engine=engine)
+        for memory in memories or (None,)
+        for count in threads or (None,)
+        for chunk in chunks or (None,)
+    ]
+
+
+def _mlx_configurations(num_experts: int, expert_nbytes: int, num_chosen: int) -> list[Configuration]:
+    """Return the rows of the mlx engine when the user names none: at each chunk all resident, then streamed."""
+    budgets = [memory for memory in DEFAULT_BUDGETS if memory < expert_nbytes]
+    rows = []
+    for chunk in MLX_CHUNKS if not budgets else MLX_CHUNKS[:1]:
+        first = Configuration(engine="mlx", prefill_chunk=chunk)
+        rows.append(first)
+        if budgets:
+            rows += [replace(first, memory_bytes=memory) for memory in budgets]
+        else:
+            rows += [replace(first, slots=n) for n in _pool_sizes(num_experts, num_chosen)[1:]]
+    return rows
+
+
 def _pool_sizes(num_experts: int, num_chosen: int) -> list[int]:
     return sorted({1, min(num_chosen, num_experts), max(1, num_experts // 2)})
 
@@ -330,102 +393,3 @@ def _fixed_ids(folder: Path, config: Any, vocab_size: int, num_tokens: int) -> t
 
 def _stamps(paths: Sequence[Path]) -> list[tuple[int, int]]:
     return [(os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
-
-
-def _run(configuration: Configuration, job: dict[str, Any]) -> Row:
-    """Run one configuration in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": _python_path()}
-    if configuration.isa is not None:
-        env["SPILE_ISA"] = configuration.isa
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", "spile.verify"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    try:
-        answer = json.loads(process.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        code = process.returncode
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row(configuration, "failed", f"the process {how}: {last}")
-    if "error" not in answer:
-        return Row(configuration, "ok", **{**answer, "token_ids": tuple(answer["token_ids"])})
-    kind = getattr(errors, answer["error"], SpileError)
-    if issubclass(kind, (OptionError, ModelError)):  # not of this row only
-        raise kind(answer["message"], answer["hint"])
-    return Row(configuration, "skipped" if issubclass(kind, BudgetError) else "failed", answer["message"])
-
-
-def _python_path() -> str:
-    """Return PYTHONPATH for a process that must import this very package."""
-    return os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-
-
-def _work(job: dict[str, Any]) -> dict[str, Any]:
-    """Compute one row, in the process of its own."""
-    from spile.architectures.maple import open_maple
-    from spile.engines import EngineOptions, open_engine
-    from spile.files.checkpoint import open_checkpoint
-    from spile.memory import peak_memory_bytes
-
-    start = time.perf_counter()
-    settings = job["configuration"]
-    ids, decoded = job["ids"], job["decoded"]
-    options = EngineOptions(
-        memory_bytes=settings["memory_bytes"],
-        slots=settings["slots"],
-        threads=settings["threads"],
-        prefill_chunk=settings["prefill_chunk"],
-        io=settings["io"],
-        kv_bits=job["kv_bits"],
-        context=len(ids) + decoded,
-    )
-    engine = open_engine(open_maple(open_checkpoint(Path(job["folder"]))), options)
-    state = engine.new_state()
-    sha, finite, logits = hashlib.sha256(), True, np.empty((0, 0), np.float32)
-    # A chunk at a time: logits of all 48 tokens of the large model are 29 MB that no plan has counted.
-    step = min(settings["prefill_chunk"] or len(ids), len(ids))
-    for at in range(0, len(ids), step):
-        del logits
-        logits = engine.logits(state, ids[at : at + step])  # [T, V]
-        sha.update(_bytes_of(logits))
-        finite = finite and bool(np.isfinite(logits).all())
-    token_ids = [int(np.argmax(logits[-1]))]
-    del logits
-    while len(token_ids) <= decoded:
-        row = engine.decode(state, token_ids[-1])  # [V]
-        sha.update(_bytes_of(row))
-        finite = finite and bool(np.isfinite(row).all())
-        token_ids.append(int(np.argmax(row)))
-    if not finite:
-        raise SpileError("the logits are not all finite numbers")
-    return {
-        "summary": engine.summary(),
-        "num_tokens": len(ids) + decoded,
-        "seconds": time.perf_counter() - start,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "resident_expert_bytes": engine.resident_expert_bytes,
-        "bytes_read": engine.counters().bytes_read,
-        "sha256": sha.hexdigest(),
-        "token_ids": token_ids,
-    }
-
-
-def _bytes_of(logits: NDArray[np.float32]) -> memoryview:
-    return np.ascontiguousarray(logits, dtype="<f4").data.cast("B")
-
-
-def _worker() -> None:
-    """Read a job from standard input and print its row, or the error, as one line of JSON."""
-    try:
-        answer = _work(json.load(sys.stdin))
-    except SpileError as error:
-        answer = {"error": type(error).__name__, "message": str(error), "hint": error.hint}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _worker()

@@ -1,6 +1,6 @@
 """Turns a model folder and token ids into the one binary file that `forward.cpp` reads, and its hash.
 
-python tests/native/dump.py FOLDER      writes golden.dump, golden32.dump and tails.dump into FOLDER
+python tests/native/dump.py FOLDER      writes the dumps of `write_all` into FOLDER
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from spile.architectures.maple import open_maple
+from spile.engines import EngineOptions
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.residency.experts import read_row_alpha
+from spile.residency.kv import kv_format
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 # No width is a multiple of what one instruction takes; the first layer is dense; several blocks of the cache.
@@ -38,14 +40,21 @@ TAILS = SynthShape(
 
 
 def write_dump(
-    folder: Path, path: Path, token_ids: Sequence[int], *, kv_bits: int = 16, activation_bytes: int = 2
+    folder: Path,
+    path: Path,
+    token_ids: Sequence[int],
+    *,
+    kv_bits: int = 16,
+    kv_v_bits: int | None = None,
+    activation_bytes: int = 2,
 ) -> None:
     """Write the dump of a model with row alphas or group scales."""
     model = open_maple(open_checkpoint(folder))
     config, checkpoint = model.config, model.checkpoint
+    kv = kv_format(config, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits))
     header = struct.pack(
-        "<8s15ifd",
-        b"SPILEFW1",
+        "<8s18if4xd",
+        b"SPILEFW2",
         config.hidden_size,
         config.num_hidden_layers,
         config.num_attention_heads,
@@ -58,7 +67,10 @@ def write_dump(
         config.rope_dims,
         config.vocab_size,
         config.sliding_window,
-        kv_bits == 16,
+        kv.key_bits,
+        kv.value_bits,
+        kv.ring.key_bits,
+        kv.ring.value_bits,
         activation_bytes,
         config.first_k_dense_replace,
         config.rms_norm_eps,
@@ -112,7 +124,7 @@ def fnv1a(data: bytes) -> str:
 
 
 def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]:
-    """Write the three dumps; return for each its model, token ids and engine options."""
+    """Write the dumps; return for each its model, token ids and engine options."""
     golden_ids = np.load(GOLDEN / "ids60.npy").tolist()
     tails_ids = np.random.default_rng(3).integers(0, TAILS.vocab_size, 150).tolist()
     if not (folder / "tails").exists():
@@ -120,7 +132,9 @@ def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]
     dumps: dict[str, tuple[Path, list[int], dict[str, int]]] = {
         "golden": (GOLDEN / "mlx-2bit", golden_ids, {}),
         "golden32": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 32, "activation_bytes": 3}),
+        "golden8": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 8, "kv_v_bits": 4}),
         "tails": (folder / "tails", tails_ids, {}),
+        "tails4": (folder / "tails", tails_ids, {"kv_bits": 4}),
     }
     for name, (model, ids, options) in dumps.items():
         write_dump(model, folder / f"{name}.dump", ids, **options)

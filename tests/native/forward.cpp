@@ -21,7 +21,7 @@ namespace {
 struct Header {
   char magic[8];
   int32_t hidden_size, num_layers, num_heads, num_kv_heads, head_dim, num_experts, num_chosen, expert_size, dense_size,
-      rope_dims, vocab_size, window, half_cache, activation_bytes, num_dense_layers;
+      rope_dims, vocab_size, window, key_bits, value_bits, ring_key_bits, ring_value_bits, activation_bytes, num_dense_layers;
   float rms_norm_eps;
   double rope_theta;
 };
@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
   Dump dump(argv[1]);
   Header h;
   dump.take(&h, sizeof h);
-  if (std::memcmp(h.magic, "SPILEFW1", 8) != 0) {
+  if (std::memcmp(h.magic, "SPILEFW2", 8) != 0) {
     std::fprintf(stderr, "%s is no dump\n", argv[1]);
     return 1;
   }
@@ -99,7 +99,8 @@ int main(int argc, char** argv) {
   c.window = h.window;
   c.rms_norm_eps = h.rms_norm_eps;
   c.rope_theta = h.rope_theta;
-  c.half_cache = h.half_cache != 0;
+  c.full_bits = {h.key_bits, h.value_bits};
+  c.ring_bits = {h.ring_key_bits, h.ring_value_bits};
   c.max_chunk = chunk;
   c.activation_bytes = h.activation_bytes;
   for (int layer = 0; layer < h.num_layers; ++layer) {

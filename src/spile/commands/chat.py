@@ -10,12 +10,14 @@ from spile.commands.flags import (
     Debug,
     EngineFlags,
     ModelArgument,
+    PromptCacheFlags,
     SamplingFlags,
     TemplateFlags,
     check_choice,
     command,
     one_of,
     option,
+    size_or_auto,
 )
 from spile.errors import TextError
 from spile.generation.options import check_text
@@ -35,6 +37,7 @@ def chat(
         Path | None,
         option("--history", metavar="FILE", help="What the arrow keys recall; none: nothing.", panel=PROMPT),
     ] = None,
+    prompts: PromptCacheFlags = PromptCacheFlags(),  # noqa: B008
     sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
     engine: EngineFlags = EngineFlags(),  # noqa: B008
     debug: Debug = False,
@@ -46,12 +49,16 @@ def chat(
     check_text("--system", template.system or "")
     from spile.console.chat import Chat, ChatOptions, commands
     from spile.console.lines import default_history, open_lines
+    from spile.generation.prompt_reuse import default_cache_nbytes
 
     if history is None:
         history = default_history()
     elif str(history) == "none":
         history = None
-    with engine.load(template, model=source) as model:
+    cache_nbytes = 0
+    if engine.reselect_every == 1 and engine.engine != "mlx":  # where states can be copied
+        cache_nbytes = default_cache_nbytes(size_or_auto(engine.memory), is_held=True)
+    with engine.load(template, model=source, prompt_cache_bytes=cache_nbytes, prompts=prompts) as model:
         if model.tokenizer is None or model.chat_template is None:
             what = "tokenizer" if model.tokenizer is None else "chat template"
             raise TextError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from spile.engines import EngineOptions
+from spile.engines import PROMPT_FOLDER_LIMIT, EngineOptions
 from spile.errors import OptionError
 from spile.generation.options import Sampling
 
@@ -78,13 +78,13 @@ KvBits = Annotated[
     option(
         "--kv-bits",
         metavar="N",
-        help=f"16 or 32, for keys and values; default {_ENGINE.kv_bits}.",
+        help=f"32, 16, 8 or 4, of keys and values; default {_ENGINE.kv_bits}.",
         panel=MACHINE,
     ),
 ]
 KvVBits = Annotated[
     int | None,
-    option("--kv-v-bits", metavar="N", help="The same for values alone; default: as keys.", panel=MACHINE),
+    option("--kv-v-bits", metavar="N", help="32, 16, 8 or 4, of values alone; default: as keys.", panel=MACHINE),
 ]
 
 
@@ -214,6 +214,25 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True)
+class PromptCacheFlags:
+    """Where what was read of prompts is kept across runs."""
+
+    prompt_cache: Annotated[
+        Path | None,
+        option("--prompt-cache", metavar="DIR", help="Keep prompts here, to read once.", panel=PROMPT),
+    ] = None
+    prompt_cache_limit: Annotated[
+        str,
+        option(
+            "--prompt-cache-limit",
+            metavar="SIZE",
+            help=f"Most bytes in DIR; default {PROMPT_FOLDER_LIMIT}.",
+            panel=PROMPT,
+        ),
+    ] = PROMPT_FOLDER_LIMIT
+
+
+@dataclass(frozen=True)
 class EngineFlags:
     """Which model, and what of this machine it may use."""
 
@@ -247,6 +266,10 @@ class EngineFlags:
         int | None,
         option("--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE),
     ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        option("--prefill-step-size", metavar="N", help="Tokens of a prompt at a time.", panel=MACHINE),
+    ] = _ENGINE.prefill_chunk
     # Of the reference write-up: docs/write-up.md. The help leaves them out, as --memory is the dial.
     flash_moe: Annotated[
         bool, option("--flash-moe", help="Stream experts even where all fit.", panel=MACHINE, hidden=True)
@@ -292,14 +315,24 @@ class EngineFlags:
     ] = False
     offline: Offline = False
 
-    def load(self, template: TemplateFlags, *, model: str | None = None) -> Model:
-        """Open the model: headers and configs; `model` in place of the flag's.
+    def load(
+        self,
+        template: TemplateFlags,
+        *,
+        model: str | None = None,
+        sequences: int = 1,
+        prompt_cache_bytes: int = 0,
+        prompts: PromptCacheFlags | None = None,
+    ) -> Model:
+        """Open the model: headers and configs; `model` in place of the flag's, with room for `sequences` at once.
 
         Raises: as `spile.load`.
         """
         from spile.console.terminal import note
         from spile.model import load
+        from spile.sizes import parse_size
 
+        prompts = prompts or PromptCacheFlags()
         if self.trust_remote_code:
             note(
                 "--trust-remote-code does nothing: spile runs its own code for every model, never a folder's"
@@ -312,11 +345,17 @@ class EngineFlags:
             io=self.io,
             kv_bits=self.kv_bits,
             kv_v_bits=self.kv_v_bits,
+            flash_moe=self.flash_moe,
             active_experts=self.active_experts,
             shared_experts=self.shared_experts,
             reselect_every=self.reselect_every,
             flash_head=self.flash_head,
             context=self.context,
+            prefill_chunk=self.prefill_chunk,
+            sequences=sequences,
+            prompt_cache_bytes=prompt_cache_bytes,
+            prompt_cache=prompts.prompt_cache,
+            prompt_cache_limit=parse_size(prompts.prompt_cache_limit, name="--prompt-cache-limit"),
             chat_template=template.chat_template,
             offline=self.offline,
             on_note=note,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from spile.commands.flags import (
     Debug,
     EngineFlags,
     Json,
+    PromptCacheFlags,
     SamplingFlags,
     TemplateFlags,
     command,
@@ -21,6 +23,7 @@ from spile.commands.flags import (
 )
 from spile.errors import OptionError
 from spile.generation.options import check_text
+from spile.text.sidecar import read_text
 
 _LONGEST_PROMPT_NBYTES = 16_000_000  # of standard input: more than any context holds
 
@@ -38,6 +41,15 @@ def generate(
         bool, option("--raw", help="Go on from the prompt: no chat template.", panel=PROMPT)
     ] = False,
     template: TemplateFlags = TemplateFlags(),  # noqa: B008  (frozen)
+    save_prompt: Annotated[
+        Path | None,
+        option("--save-prompt", metavar="FILE", help="Write the prompt, once read.", panel=PROMPT),
+    ] = None,
+    load_prompt: Annotated[
+        Path | None,
+        option("--load-prompt", metavar="FILE", help="Go on from it: PROMPT is appended.", panel=PROMPT),
+    ] = None,
+    prompts: PromptCacheFlags = PromptCacheFlags(),  # noqa: B008
     sampling: SamplingFlags = SamplingFlags(),  # noqa: B008
     ignore_eos: Annotated[
         bool, option("--ignore-eos", help="Never end by itself, for benchmarks.", panel=ANSWER)
@@ -46,26 +58,32 @@ def generate(
         int | None,
         option("--logprobs", metavar="N", help="With --json: tell N likeliest tokens.", panel=ANSWER),
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        option("--json-schema", metavar="FILE", help="The answer is JSON that follows it.", panel=ANSWER),
+    ] = None,
     engine: EngineFlags = EngineFlags(),  # noqa: B008
     json: Json = False,
     verbose: Annotated[bool, option("--verbose", help="Say more on standard error.")] = False,
     debug: Debug = False,
 ) -> None:
     """Answer a prompt."""
-    text = _read_prompt(prompt_argument, prompt)
-    if not text and not raw:  # the chat template would hide it
+    text = _read_prompt(prompt_argument, prompt, is_needed=load_prompt is None)
+    if not text and not raw and load_prompt is None:  # the chat template would hide it
         raise OptionError("the prompt is empty")
     check_text("--system", template.system or "")
     changes = sampling.changes(logprobs=logprobs, ignore_eos=ignore_eos or None)
     if logprobs is not None and not json:
         raise OptionError("--logprobs needs --json: they have no place in a text")
     arguments = template.arguments()
+    schema = None if json_schema is None else _read_schema(json_schema)
+    files = {"save_prompt": save_prompt, "load_prompt": load_prompt}
     rendering = {"raw": raw, "system": template.system, "think": template.think != "off"}
-    with engine.load(template) as loaded:
+    with engine.load(template, prompts=prompts) as loaded:
         _answer(
             loaded,
             text,
-            {**rendering, "template_arguments": arguments, **changes},
+            {**rendering, "template_arguments": arguments, "json_schema": schema, **files, **changes},
             template.think,
             json,
             verbose,
@@ -155,9 +173,11 @@ def _logprob_as_dict(token_id: int, logprob: float, loaded: Any) -> dict[str, An
     }
 
 
-def _read_prompt(argument: str | None, flag: str | None) -> str:
-    """Return the prompt that the command line or standard input holds."""
+def _read_prompt(argument: str | None, flag: str | None, *, is_needed: bool) -> str:
+    """Return the prompt that the command line or standard input holds; nothing where none is needed."""
     text = one_of("PROMPT", argument, "--prompt", flag)
+    if text is None and not is_needed:
+        return ""
     if text is None:
         raise OptionError("there is no prompt", "Give PROMPT, or - to read standard input.")
     if text != "-":
@@ -173,6 +193,22 @@ def _read_prompt(argument: str | None, flag: str | None) -> str:
     except UnicodeDecodeError as error:
         raise OptionError(f"standard input is not valid UTF-8 at byte {error.start:,}") from error
     return text.removesuffix("\n").removesuffix("\r")  # the line's end is the shell's, not the prompt's
+
+
+def _read_schema(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds; whether it is a schema is told by who uses it."""
+    import json
+
+    text = read_text(path, hint="Save the schema as UTF-8.")
+    if text is None:
+        raise OptionError(f"--json-schema: there is no file {path}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"--json-schema: {path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise OptionError(f"--json-schema: {path} holds a JSON {type(value).__name__}: it must be an object")
+    return value
 
 
 def json_line(value: dict[str, Any]) -> str:

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from spile.commands.flags import MACHINE, Debug, Json, KvBits, Model_, ModelArgument, Offline, one_of, option
+from spile.commands.flags import (
+    MACHINE,
+    Debug,
+    Json,
+    KvBits,
+    KvVBits,
+    Model_,
+    ModelArgument,
+    Offline,
+    one_of,
+    option,
+)
 from spile.commands.flags import size_or_auto as size_of
 from spile.commands.help import HelpCommand, HelpGroup
 from spile.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from spile.architectures.foreign import ForeignModel
     from spile.architectures.maple import MapleModel
-    from spile.residency.forecast import Forecast
+    from spile.console.terminal import Stdout
+    from spile.bench import Recorded
+    from spile.engines import EngineOptions
+    from spile.residency.forecast import Probe, Routing
     from spile.residency.plan import Plan
 
-_PARTS = {
-    "process": "interpreter, libraries, text",
-    "weights": "attention, routers, norms, row alphas",
-    "head": "resident rows of the head, buffers for the others",
-    "kv": "keys and values of a full context",
-    "prompts": "keys and values of earlier prompts",
-    "activations": "activations of a prefill chunk, logits",
-    "experts": "experts",
-    "margin": "what nobody counts",
-}
-_PROMPT_TOKENS = 512  # of the time to the first token
+_CHUNKS = (64, 512)  # to try besides the plan's own: a short and the longest one of other budgets
 
 bench = typer.Typer(
     name="bench", cls=HelpGroup, help="Measure: traces of routing, and what a pool makes of them.",
@@ -47,6 +55,14 @@ def plan(
     ] = None,
     threads: Annotated[int | None, option("--threads", help="Compute threads.", panel=MACHINE)] = None,
     kv_bits: KvBits = 16,
+    kv_v_bits: KvVBits = None,
+    sequences: Annotated[
+        int, option("--sequences", help="Conversations at once that must have room.", panel=MACHINE)
+    ] = 1,
+    trace_file: Annotated[
+        Path | None,
+        option("--trace", metavar="FILE", help="Hit rates from a trace of `bench trace`.", panel=MACHINE),
+    ] = None,
     probe: Annotated[bool, option("--probe/--no-probe", help="Measure this machine for a second.")] = True,
     offline: Offline = False,
     json: Json = False,
@@ -54,27 +70,39 @@ def plan(
 ) -> None:
     """Say whether a model fits a budget, where each byte goes, and how fast it will be."""
     source = one_of("MODEL", model_argument, "--model", model)
+    from spile.architectures.maple import MapleModel
+    from spile.commands.plan_text import plan_dict, plan_lines
     from spile.console.terminal import Stdout
     from spile.engines import EngineOptions
-    from spile.machine import physical_cores
+    from spile.residency.budgets import look_at_budgets
     from spile.residency.experts import ExpertTable
-    from spile.residency.forecast import forecast, probe_machine
-    from spile.residency.plan import make_plan
+    from spile.residency.forecast import USUAL_ROUTING, forecast
+    from spile.residency.plan import make_plan, memory_now
 
     stdout = Stdout(sys.stdout)
-    options = EngineOptions(memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits)
-    maple = _open(source, offline)
-    options.check_context(maple.config.max_position_embeddings)
-    _load_text(maple)
-    made = make_plan(maple, ExpertTable(maple), options)
-    measured = probe_machine(maple, options.threads or physical_cores()) if probe else None
-    expected = None if measured is None else forecast(maple, made, measured)
+    options = EngineOptions(
+        memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits, kv_v_bits=kv_v_bits,
+        sequences=sequences,
+    )  # fmt: skip
+    with _opened_any(source, offline) as (maple, files):
+        options.check_context(maple.config.max_position_embeddings)
+        if not isinstance(maple, MapleModel):
+            _plan_foreign(stdout, source, maple, options, json)
+            return
+        routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
+        _load_text(maple)
+        now = memory_now()
+        made = make_plan(maple, ExpertTable(maple), options, now)
+        measured = _probe(maple, made, options, files) if probe else None
+        expected = None if measured is None else forecast(maple, made, measured, routing)
+        outlook = look_at_budgets(maple, options, now, measured, routing)
+    name = source or str(maple.checkpoint.folder)
     if json:
         from spile.commands.generate import json_line
 
-        stdout.write(json_line(_as_dict(maple, made, expected)))
+        stdout.write(json_line(plan_dict(name, maple, made, expected, outlook, measured)))
         return
-    stdout.write("\n".join(_plan_lines(maple, made, expected)) + "\n")
+    stdout.write("\n".join(plan_lines(name, maple, made, expected, outlook)) + "\n")
 
 
 @bench.command(cls=HelpCommand)
@@ -107,6 +135,10 @@ def trace(
 @bench.command(cls=HelpCommand)
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that `bench trace` wrote.")],
+    model: Annotated[
+        str | None, option("--model", "-m", metavar="MODEL", help="Say speeds too: the model of the trace.")
+    ] = None,
+    offline: Offline = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -115,33 +147,131 @@ def replay(
     from spile.console.terminal import Stdout
 
     stdout = Stdout(sys.stdout)
-    rows = replay_rows(Recorded.load(file))
+    recorded = Recorded.load(file)
+    rows = replay_rows(recorded)
+    if model is not None:
+        _add_speeds(rows, model, recorded, file, offline)
     if json:
         from spile.commands.generate import json_line
 
         stdout.write(json_line({"trace": str(file), "rows": rows}))
         return
-    names = [name for name in rows[0] if name not in ("num_slots", "share")]
-    lines = [f"{'slots':>7} {'share':>6} " + " ".join(f"{name:>14}" for name in names)]
-    for row in rows:
-        rates = " ".join(f"{row[name]:>14.1%}" for name in names)
-        lines.append(f"{row['num_slots']:>7,} {row['share']:>6.1%} {rates}")
-    stdout.write("\n".join(lines) + "\n")
+    from spile.commands.plan_text import replay_lines
+
+    stdout.write("\n".join(replay_lines(rows)) + "\n")
 
 
-def _open(source: str | None, offline: bool) -> MapleModel:
+def _add_speeds(
+    rows: list[dict[str, Any]], source: str, recorded: Recorded, file: Path, offline: bool
+) -> None:
+    """Add to each pool the least budget that has so many slots, and how fast it will be."""
+    from spile.engines import EngineOptions
+    from spile.residency.budgets import least_plan
+    from spile.residency.experts import ExpertTable
+    from spile.residency.forecast import forecast, routing_of
+    from spile.residency.plan import memory_now
+
+    with _opened(source, offline) as (maple, files):
+        hit_rates = {row["num_slots"]: row["spile"] for row in rows}
+        routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
+        _load_text(maple)
+        now, table, options = memory_now(), ExpertTable(maple), EngineOptions()
+        plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
+        probe = _probe(maple, plans[0], options, files)
+        for row, made in zip(rows, plans, strict=True):
+            expected = forecast(maple, made, probe, routing)
+            row["memory_nbytes"] = made.budget_nbytes
+            row["decode_cold"], row["decode_warm"] = expected.decode_cold, expected.decode_warm
+
+
+def _plan_foreign(
+    stdout: Stdout, source: str | None, foreign: ForeignModel, options: EngineOptions, json: bool
+) -> None:
+    """Plan for the mlx engine. Nothing is foretold: what a GPU does with a model was never measured."""
+    from spile.commands.plan_text import foreign_dict, foreign_lines
+    from spile.engines.mlx.adapter import require
+
+    require()
+    from spile.engines.mlx.streaming import plan_checkpoint
+
+    made = plan_checkpoint(
+        foreign.checkpoint,
+        options,
+        longest=foreign.config.max_position_embeddings,
+        num_chosen=foreign.config.num_experts_per_tok,
+    )
+    name = source or str(foreign.checkpoint.folder)
+    if json:
+        from spile.commands.generate import json_line
+
+        stdout.write(json_line(foreign_dict(name, made)))
+        return
+    stdout.write("\n".join(foreign_lines(name, made)) + "\n")
+
+
+@contextmanager
+def _opened(source: str | None, offline: bool) -> Iterator[tuple[MapleModel, _Files]]:
+    """As `_opened_any`, for a Maple alone."""
+    from spile.architectures.maple import MapleModel
+
+    with _opened_any(source, offline) as (opened, files):
+        if not isinstance(opened, MapleModel):
+            raise UnsupportedModelError(f"{source or opened.checkpoint.folder} is no Maple: its speed is not foretold")
+        yield opened, files
+
+
+@contextmanager
+def _opened_any(source: str | None, offline: bool) -> Iterator[tuple[MapleModel | ForeignModel, _Files]]:
+    """Open a model by its headers alone; of a hub's model that is not here, only those are fetched."""
     from spile.architectures import open_model
-    from spile.architectures.maple import Form
+    from spile.architectures.maple import Form, MapleModel
     from spile.files.checkpoint import open_checkpoint
-    from spile.files.hub import resolve
+    from spile.files.hub import large_cached_file, resolve_headers
 
-    maple = open_model(open_checkpoint(resolve(source, offline=offline)))
-    if maple.form is Form.BF16:
-        raise UnsupportedModelError(
-            f"{maple.checkpoint.folder} holds bf16 weights: a plan is for the 2-bit form",
-            f"Convert them once: spile convert {maple.checkpoint.folder} NEW_FOLDER",
-        )
-    return maple
+    with TemporaryDirectory(prefix="spile-") as room:
+        folder, is_whole = resolve_headers(source, Path(room), offline=offline)
+        maple = open_model(open_checkpoint(folder))
+        if isinstance(maple, MapleModel) and maple.form is Form.BF16:
+            raise UnsupportedModelError(
+                f"{source or folder} holds bf16 weights: a plan is for the 2-bit form",
+                f"Convert them once: spile convert {source or folder} NEW_FOLDER",
+            )
+        other = None if is_whole else large_cached_file()
+        yield maple, _Files(is_whole, [] if other is None else [other])
+
+
+class _Files(NamedTuple):
+    """What can be read to measure a disk: the model's own shards, or another large file on the same disk."""
+
+    are_own: bool
+    others: list[Path]
+
+
+def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files) -> Probe:
+    from spile.engines.cpu.probe import probe_machine
+    from spile.machine import physical_cores
+    from spile.residency.experts import ExpertTable
+    from spile.residency.kv import kv_format
+
+    return probe_machine(
+        maple.config,
+        ExpertTable(maple),
+        list(maple.checkpoint.shards) if files.are_own else files.others,
+        are_weights=files.are_own,
+        threads=options.threads or physical_cores(),
+        chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= maple.config.max_position_embeddings)},
+        kv=kv_format(maple.config, options),
+        cached=not made.is_direct,
+        fresh_nbytes=0 if made.is_mapped else made.parts.experts,
+    )
+
+
+def _routing(path: Path, maple: MapleModel) -> Routing:
+    from spile.bench import Recorded
+    from spile.residency.forecast import routing_of
+
+    recorded = Recorded.load(path)
+    return routing_of(recorded.ids, recorded.num_experts, maple.config, str(path))
 
 
 def _load_text(maple: MapleModel) -> None:
@@ -151,47 +281,3 @@ def _load_text(maple: MapleModel) -> None:
     with load(maple.checkpoint.folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=True)
-
-
-def _plan_lines(maple: MapleModel, made: Plan, expected: Forecast | None) -> list[str]:
-    from spile.sizes import format_size
-
-    config = maple.config
-    total = config.num_routed_experts
-    lines = [f"{maple.checkpoint.folder}"]
-    for name, meaning in _PARTS.items():
-        lines.append(f"  {format_size(getattr(made.parts, name)):>8}  {meaning}")
-    budget = "" if made.budget_nbytes is None else f" of {format_size(made.budget_nbytes)}"
-    lines.append(f"  {format_size(made.parts.total):>8}  together{budget}")
-    if made.is_mapped:
-        lines.append("everything fits: files are mapped and used in place")
-    else:
-        streamed = 1 - made.num_head_rows / config.vocab_size
-        reads = "direct" if made.is_direct else "buffered"
-        lines.append(
-            f"{made.num_slots:,} of {total:,} experts resident, {streamed:.0%} of the head streamed, "
-            f"reads {reads}"
-        )
-    lines.append(f"context {made.context:,} tokens, prefill chunk {made.prefill_chunk} tokens")
-    if expected is not None:
-        lines.append(f"expected hit rate {expected.hit_rate:.0%}")
-        for word, cold, decode, prefill in (
-            ("warm", False, expected.decode_warm, expected.prefill_warm),
-            ("cold", True, expected.decode_cold, expected.prefill_cold),
-        ):
-            first = expected.first_token_seconds(_PROMPT_TOKENS, cold=cold)
-            if decode is None or prefill is None or first is None:
-                continue
-            lines.append(
-                f"expected {word}: {decode:.1f} tok/s, prompt {prefill:.0f} tok/s "
-                f"(first token of {_PROMPT_TOKENS} after {first:.1f} s)"
-            )
-    return lines
-
-
-def _as_dict(maple: MapleModel, made: Plan, expected: Forecast | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    answer = {"model": str(maple.checkpoint.folder), **asdict(made), "total_nbytes": made.parts.total}
-    answer["forecast"] = None if expected is None else asdict(expected)
-    return answer

@@ -13,6 +13,7 @@ from spile.commands.flags import (
     Debug,
     Json,
     KvBits,
+    KvVBits,
     Model_,
     ModelArgument,
     Offline,
@@ -35,7 +36,11 @@ def verify(
         list[int] | None, option("--prefill-chunk", help="A prefill chunk to try; may be repeated.")
     ] = None,
     tokens: Annotated[int | None, option("--tokens", help="The length of the text.")] = None,
+    engine: Annotated[
+        str, option("--engine", metavar="NAME", help="auto, cpu, mlx, or both and compare; default auto.")
+    ] = "auto",
     kv_bits: KvBits = 16,
+    kv_v_bits: KvVBits = None,
     files: Annotated[bool, option("--files/--no-files", help="Compare the files' digests.")] = True,
     manifest: Annotated[
         Path | None, option("--manifest", help="Compare with the digests in this file; write it if absent.")
@@ -79,10 +84,12 @@ def verify(
             chunks=chunks or None,
             tokens=tokens,
             kv_bits=kv_bits,
+            kv_v_bits=kv_v_bits,
             files=files,
             manifest=manifest,
             record=record,
             offline=offline,
+            engine=engine,
             on_row=show_row,
             on_progress=show_progress,
         )
@@ -95,6 +102,7 @@ def verify(
             from spile.files.digests import describe
 
             stdout.write("\n".join(describe(report.files)) + "\n")
+        stdout.write("".join(f"{agreement}\n" for agreement in report.agreements))
         stdout.write(report.verdict() + "\n")
     if not report.ok:
         raise typer.Exit(1)

@@ -3,9 +3,9 @@
 It knows nothing of text, sampling or files. An engine is used from one thread at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,50 @@ class State(Protocol):
         ...
 
 
+LayerKind = Literal["full", "sliding"]  # layers that see all positions, and those that see a window of them
+
+
+@runtime_checkable
+class CopyableState(State, Protocol):
+    """A state whose positions can be taken out and put back, bit for bit; what reuse of prompts is built on.
+
+    A position's keys and values depend on the tokens up to it alone. An engine whose states are of the plain
+    kind reuses nothing.
+    """
+
+    @property
+    def identity(self) -> Mapping[str, str | int]:
+        """What the bits depend on besides the model and the tokens: engine, options, version of either."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Positions that a token of a sliding layer sees, itself included; None where no layer slides."""
+        ...
+
+    def row_nbytes(self, kind: LayerKind) -> tuple[int, ...]:
+        """Bytes of one position, layer by layer."""
+        ...
+
+    def has(self, kind: LayerKind, start: int) -> bool:
+        """Whether all positions from `start` to `position` are still there."""
+        ...
+
+    def read(self, kind: LayerKind, start: int, end: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield the stored bits of positions [start, end), layer by layer, each [end - start, row]. Copies."""
+        ...
+
+    def write(self, kind: LayerKind, start: int, layers: Iterable[NDArray[np.uint8]]) -> None:
+        """Store what `read` gave. The state holds it when `restore` has said so."""
+        ...
+
+    def restore(self, position: int, oldest: int) -> None:
+        """Hold the tokens before `position`: all of them in full layers, those from `oldest` on in sliding
+        ones.
+        """
+        ...
+
+
 class Engine(Protocol):
     """A model that is ready to run.
 
@@ -63,6 +107,15 @@ class Engine(Protocol):
     @property
     def resident_expert_bytes(self) -> int:
         """Bytes of experts in memory now."""
+        ...
+
+    @property
+    def kv_room_nbytes(self) -> int:
+        """Bytes that the plan keeps for the keys and values of all states together."""
+        ...
+
+    def kv_nbytes(self, num_tokens: int) -> int:
+        """Bytes of keys and values that one state of so many tokens takes."""
         ...
 
     @property

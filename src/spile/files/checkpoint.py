@@ -25,7 +25,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _LARGEST_CONFIG_NBYTES = 10_000_000
 _LARGEST_INDEX_NBYTES = 100_000_000
 _LONGEST_NAME_NBYTES = 255  # of a file, on every file system in use
-_FLASH_HEAD_NAME = "model-flashhead.safetensors"  # optional, lies beside the shards on purpose
+FLASH_HEAD_NAME = "model-flashhead.safetensors"  # optional, lies beside the shards on purpose
 _SHARD_OF = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".h5", ".incomplete", ".part")
 NUMPY_DTYPES = {
@@ -239,7 +239,7 @@ def _shards_without_index(folder: Path, present: list[str], notes: list[str]) ->
     if "model.safetensors" in present:
         _note_ignored(notes, present, ["model.safetensors"], "beside model.safetensors")
         return ["model.safetensors"]
-    candidates = [name for name in present if name != _FLASH_HEAD_NAME]
+    candidates = [name for name in present if name != FLASH_HEAD_NAME]
     if not candidates:
         raise CheckpointError(
             f"{folder} has no weights: looked for model.safetensors and {INDEX_NAME}", _found_instead(folder)
@@ -309,7 +309,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _note_ignored(notes: list[str], present: list[str], used: list[str], why: str) -> None:
-    ignored = [name for name in present if name not in used and name != _FLASH_HEAD_NAME]
+    ignored = [name for name in present if name not in used and name != FLASH_HEAD_NAME]
     if ignored:
         notes.append(f"ignored {_listing(ignored)}: {why}")
 

@@ -15,15 +15,20 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from spile.architectures import find_model_type
 from spile.errors import CheckpointError, ModelError, ModelNotFoundError, SpileError, WriteError, quote
 from spile.files.checkpoint import INDEX_NAME, check_folder, read_config, read_weight_map
+from spile.files.safetensors import LARGEST_HEADER_NBYTES
 from spile.files.writer import FULL_DISK
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _LARGEST_TEXT_FILE_NBYTES = 100_000_000
+_USUAL_HEADER_NBYTES = 100_000  # most headers are shorter: one request
+_LARGE_FILE_NBYTES = 500_000_000
+_TIMEOUT_SECONDS = 30
 _RESERVE_NBYTES = 100_000_000  # free disk to leave
 _HOW_TO_NAME = "Name a folder with config.json and safetensors, or a hub id such as deepgrove/maple-2bit-mlx."
 
@@ -62,6 +67,45 @@ def resolve(source: str | Path | None, *, offline: bool = False) -> Path:
     return _find_in_hub(text, Hub(), offline or _is_offline())
 
 
+def resolve_headers(source: str | Path | None, room: Path, *, offline: bool = False) -> tuple[Path, bool]:
+    """Return a folder to read a model's headers from, and whether its weights are there too.
+
+    A hub id whose weights are not in the cache is not downloaded: `room`, an empty folder, gets its small files
+    and, for each shard, a file as long as the shard that holds its header and nothing else. Asks the network for
+    those headers, and for small files that are not in the cache.
+
+    Raises: as `resolve`.
+    """
+    hub_id = None if source is None or isinstance(source, Path) else source
+    if hub_id is None or not _HUB_ID.fullmatch(hub_id) or Path(hub_id).expanduser().exists():
+        return resolve(source, offline=offline), True
+    hub = Hub()
+    if offline or _is_offline():
+        return _find_in_hub(hub_id, hub, True), True
+    try:
+        with _hub_errors(hub_id):
+            sizes = hub.sizes(hub_id)
+    except _Unreachable as error:
+        return _cached_instead(hub_id, hub, error), True
+    folder = _download_texts(hub_id, hub, sizes)
+    weights = _weights(hub_id, folder, sizes)
+    if all(_is_cached(hub_id, hub, name, sizes[name]) for name in weights):
+        return folder, True
+    for path in folder.iterdir():
+        if path.is_file() and path.name in sizes and _is_text(path.name):
+            shutil.copyfile(path, room / path.name)
+    for name in weights:
+        _write_header(hub_id, hub, name, sizes[name], room / name)
+    return room, False
+
+
+def large_cached_file() -> Path | None:
+    """Return the largest file of the hub's cache, to measure its disk with; None where there is no large one."""
+    blobs = [path for path in Hub().cache_folder().glob("models--*/blobs/*") if path.is_file()]
+    largest = max(blobs, key=lambda path: path.stat().st_size, default=None)
+    return largest if largest is not None and largest.stat().st_size >= _LARGE_FILE_NBYTES else None
+
+
 class Hub:
     """The few things that are asked of huggingface_hub; tests put another in its place."""
 
@@ -85,6 +129,27 @@ class Hub:
 
         return Path(snapshot_download(hub_id, allow_patterns=[glob.escape(name) for name in names]))
 
+    def read_range(self, hub_id: str, name: str, start: int, end: int) -> bytes:
+        """Return the bytes [start, end) of a file, or fewer. Asks the network."""
+        import huggingface_hub
+        from huggingface_hub import utils
+
+        session: Any = huggingface_hub.get_session()  # of httpx, and of requests before version 1
+        headers = {**utils.build_hf_headers(), "Range": f"bytes={start}-{end - 1}"}  # type: ignore[attr-defined]
+        arguments = {"headers": headers, "timeout": _TIMEOUT_SECONDS}
+        url = huggingface_hub.hf_hub_url(hub_id, name)
+        # Streamed: a server that knows no ranges would send the whole file.
+        if hasattr(session, "stream"):
+            opened = session.stream("GET", url, follow_redirects=True, **arguments)
+        else:
+            opened = session.get(url, stream=True, **arguments)
+        with opened as response:
+            utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
+            if response.status_code != 206:
+                raise OSError(f"it sent all of {name} instead of a part")
+            read = response.iter_bytes if hasattr(response, "iter_bytes") else response.iter_content
+            return b"".join(read(1 << 16))
+
     def cache_folder(self) -> Path:
         from huggingface_hub import constants
 
@@ -105,15 +170,30 @@ def _find_in_hub(hub_id: str, hub: Hub, offline: bool) -> Path:
         with _hub_errors(hub_id):
             sizes = hub.sizes(hub_id)
     except _Unreachable as error:
-        if cached is None:
-            raise ModelNotFoundError(error.message, error.hint) from error
-        print(f"spile: {error.message}; using the copy in {cached.parent}", file=sys.stderr)
-        return cached.parent
+        return _cached_instead(hub_id, hub, error)
     return _download(hub_id, hub, sizes)
+
+
+def _cached_instead(hub_id: str, hub: Hub, error: _Unreachable) -> Path:
+    cached = hub.cached(hub_id, "config.json")
+    if cached is None:
+        raise ModelNotFoundError(error.message, error.hint) from error
+    print(f"spile: {error.message}; using the copy in {cached.parent}", file=sys.stderr)
+    return cached.parent
 
 
 def _download(hub_id: str, hub: Hub, sizes: Mapping[str, int]) -> Path:
     """Download the small files, look at them, and then the weights that they name."""
+    texts = [name for name, nbytes in sizes.items() if _is_text(name) and nbytes <= _LARGEST_TEXT_FILE_NBYTES]
+    folder = _download_texts(hub_id, hub, sizes)
+    weights = _weights(hub_id, folder, sizes)
+    _check_disk(hub_id, hub, sizes, weights)
+    with _hub_errors(hub_id):
+        return hub.download(hub_id, [*texts, *weights])
+
+
+def _download_texts(hub_id: str, hub: Hub, sizes: Mapping[str, int]) -> Path:
+    """Download the small files and check that they are of a model that spile runs."""
     if "config.json" not in sizes:
         found = ", ".join(sorted(sizes)[:5]) or "nothing"
         raise ModelNotFoundError(
@@ -124,10 +204,19 @@ def _download(hub_id: str, hub: Hub, sizes: Mapping[str, int]) -> Path:
     with _hub_errors(hub_id):
         folder = hub.download(hub_id, texts)
     find_model_type(read_config(folder))  # before gigabytes are spent on it
-    weights = _weights(hub_id, folder, sizes)
-    _check_disk(hub_id, hub, sizes, weights)
+    return folder
+
+
+def _write_header(hub_id: str, hub: Hub, name: str, nbytes: int, path: Path) -> None:
+    """Write a file of a shard's length that holds its header; what the header says is not checked here."""
     with _hub_errors(hub_id):
-        return hub.download(hub_id, [*texts, *weights])
+        start = hub.read_range(hub_id, name, 0, min(nbytes, _USUAL_HEADER_NBYTES))
+        end = min(8 + int.from_bytes(start[:8], "little"), nbytes, 8 + LARGEST_HEADER_NBYTES)
+        if end > len(start):
+            start += hub.read_range(hub_id, name, len(start), end)
+        with path.open("wb") as file:
+            file.write(start[:end])
+            file.truncate(nbytes)
 
 
 def _weights(hub_id: str, folder: Path, sizes: Mapping[str, int]) -> list[str]:

@@ -11,14 +11,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spile import memory
-from spile.engines.base import Counters, Engine
+from spile.engines.base import CopyableState, Counters, Engine, State
 from spile.errors import ContextError, OptionError
 from spile.generation.held import Held
 from spile.generation.logprobs import Logprob, measure
 from spile.generation.options import Sampling
+from spile.generation.prompt_cache import PromptCache, Source, turn_cut
 from spile.generation.sampling import Sampler
 from spile.text.reasoning import Piece, ReasoningSplitter
 from spile.text.stops import StopFilter
@@ -26,6 +30,24 @@ from spile.text.tokenizer import Decoder
 
 FinishReason = Literal["stop", "length"]
 OnPrefill = Callable[[int, int], None]  # tokens done, tokens in all
+OnPrompt = Callable[[State], None]  # a state that holds the prompt and nothing after it
+
+
+class Constraint(Protocol):
+    """What an answer has to look like, as a rule for each next token. For one answer."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow but the end."""
+        ...
+
+    def allowed(self) -> NDArray[np.intp]:
+        """Return the ids that may come next, ascending, at least one; end tokens where the answer may end."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Take note of the token that was chosen. Not called for an end token."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,7 @@ class Stats:
 
     tokens_per_second = (n - 1) / (time of the last token - time of the first): the prompt's time is not in
     it. time_to_first_token_seconds counts from the request on, opening the engine included. cached_tokens are
-    those of the prompt that a held state had read before; prompt_tokens_per_second is about the others.
+    those of the prompt that were read before and not computed again; prompt_tokens_per_second is about the others.
     """
 
     prompt_tokens: int
@@ -148,44 +170,64 @@ def generate(
     decoder: Decoder | None = None,
     splitter: ReasoningSplitter | None = None,
     held: Held | None = None,
+    cache: PromptCache | None = None,
+    sources: Sequence[Source] = (),
     on_prefill: OnPrefill | None = None,
+    on_prompt: OnPrompt | None = None,
     requested: float | None = None,
     pauses: bool = False,
+    constraint: Constraint | None = None,
 ) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
     Without a decoder chunks have no text; without a splitter all of it is answer. With `held` the state goes
-    on from what it holds and stays for the next prompt. Prompt and answer together are no longer than the
+    on from what it holds and stays for the next prompt. What `cache` or `sources` have of the prompt is not read
+    again, and `cache` gets what was read. Prompt and answer together are no longer than the
     context. `requested` is the `time.perf_counter()` of the request, now by default. With `pauses` an empty
-    chunk comes between two chunks of the prompt, for whoever runs several answers at once. Closing the iterator, or an
-    exception thrown into it, frees a state that is not held and leaves the engine as good as before.
+    chunk comes between two chunks of the prompt, for whoever runs several answers at once. A `constraint` says
+    which tokens may come, and ends an answer to which nothing can be added. Closing the iterator, or an exception
+    thrown into it, frees a state that is not held and leaves the engine as good as before.
     """
     requested = time.perf_counter() if requested is None else requested
     num_entries = min(num_entries, engine.vocab_size)
     sampler = Sampler(sampling, num_entries, banned=eos_ids if sampling.ignore_eos else ())
     answer = _Answer(decoder, splitter, StopFilter(sampling.stops))
     before = engine.counters()
-    kept = Held() if held is None else held
+    kept = Held(is_lasting=False) if held is None else held
     finish_reason: FinishReason = "length"
+    is_whole = False
     try:
-        state, num_cached = kept.begin(engine, token_ids)
+        state, num_cached = kept.begin(engine, token_ids, cache, sources)
         clock = _Clock(requested, time.perf_counter())
-        step = engine.prefill_chunk if pauses else len(token_ids)
-        for start in range(num_cached, len(token_ids), step):
-            end = min(start + step, len(token_ids))
-            logits = engine.prefill(
-                state,
-                token_ids[start:end],
-                _shifted(on_prefill, start - num_cached, len(token_ids) - num_cached),
-            )
+        cut = turn_cut(token_ids, eos_ids)
+        in_pieces = pauses or (cache is not None and cache.wants_every_chunk)
+        step = engine.prefill_chunk if in_pieces else len(token_ids)
+        # Where no logits are wanted an engine may have less to do than in `prefill`.
+        read = getattr(engine, "read", engine.prefill)
+        # Where an engine's bits may depend on the pieces, these are the same wherever a prompt begins; elsewhere none
+        # is shorter than it must be, as each may cost a pass over all experts.
+        start, shift = num_cached, num_cached % step if isinstance(state, CopyableState) else 0
+        while start < len(token_ids):
+            end = min(start - (start - shift) % step + step, len(token_ids))
+            shifted = _shifted(on_prefill, start - num_cached, len(token_ids) - num_cached)
             if end < len(token_ids):
-                yield Chunk("")
+                read(state, token_ids[start:end], shifted)
+                kept.keep((cut,) if start < cut <= end else ())
+                if pauses:
+                    yield Chunk("")
+            else:
+                logits = engine.prefill(state, token_ids[start:end], shifted)
+            start = end
+        if on_prompt is not None:
+            on_prompt(state)
         while sampling.max_tokens is None or clock.num_tokens < sampling.max_tokens:
-            token_id = sampler.sample(logits)
+            token_id = sampler.sample(logits, constraint.allowed() if constraint else None)
             if token_id in eos_ids:
                 clock.note_end()
                 finish_reason = "stop"
                 break
+            if constraint:
+                constraint.accept(token_id)
             clock.note_token()
             logprob = None
             if sampling.logprobs is not None:
@@ -193,11 +235,13 @@ def generate(
             piece = answer.push(token_id)
             kept.note(token_id)
             yield Chunk(piece.text, token_id, reasoning=piece.reasoning, logprob=logprob)
-            if answer.stopped_by is not None:
+            if answer.stopped_by is not None or (constraint and constraint.is_complete):
                 finish_reason = "stop"
                 break
             if len(token_ids) + clock.num_tokens >= engine.context:
                 break
+            if clock.num_tokens == 1 and num_cached < len(token_ids) - 1:  # after the first: it need not wait
+                kept.keep((len(token_ids), cut))
             if clock.num_tokens != sampling.max_tokens:
                 logits = engine.decode(state, token_id)
         stats = clock.stats(len(token_ids), num_cached, engine, before)
@@ -205,7 +249,13 @@ def generate(
         if answer.stopped_by is not None:
             finish_reason = "stop"
         yield Chunk(piece.text, None, finish_reason, stats, piece.reasoning, stopped_by=answer.stopped_by)
+        is_whole = True
+    except GeneratorExit:
+        is_whole = True  # as far as it went
+        raise
     finally:
+        if is_whole:
+            kept.keep_answer(turn_cut(token_ids, eos_ids))
         if held is None:
             kept.close()
 

@@ -50,14 +50,20 @@ class Sampler:
         self._scratch: NDArray[np.float32] | None = None  # [num_entries], made when logits must be changed
         self._weighed: NDArray[np.float32] | None = None  # [2, num_entries], made when all are weighed
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
+    def sample(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """Choose an id from float32 logits [V], which stay as they are, and remember it for the penalties.
+        `allowed` are the ids that there are to choose from, ascending; None: all. Filters are about these alone.
 
-        Raises: ModelError when the logits are no numbers to choose by.
+        Raises: ModelError when the logits are no numbers to choose by, OptionError when none is left.
         """
         logits = logits[: self.num_entries]
         _check_largest(float(logits.max()))  # which is NaN if any is
-        token_id = self._choose(self._changed(logits))
+        if allowed is None:
+            token_id = self._choose(self._changed(logits))
+        else:
+            left = self._changed(logits)[allowed]
+            _check_largest(float(left.max()) if len(left) else -math.inf, "constraint and biases included, ")
+            token_id = int(allowed[self._choose(left)])
         if self._penalised is not None:
             self._penalised.count(token_id)
         return token_id
@@ -122,8 +128,8 @@ class Sampler:
         1 ms on a busy machine).
         """
         if self._weighed is None:
-            self._weighed = np.empty((2, len(logits)), np.float32)
-        gaps, weights = self._weighed
+            self._weighed = np.empty((2, self.num_entries), np.float32)
+        gaps, weights = self._weighed[:, : len(logits)]
         np.subtract(logits, logits.max(), out=gaps)
         np.exp(gaps, out=weights)
         return gaps, weights

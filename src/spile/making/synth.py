@@ -31,6 +31,7 @@ from spile.architectures.maple import (
     parse_config,
 )
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
+from spile.files.checkpoint import FLASH_HEAD_NAME
 from spile.files.writer import (
     ShardWriter,
     Spec,
@@ -59,6 +60,7 @@ _GAINS = {
     "up_proj": 1.2,
     "down_proj": 0.7,
 }
+_CENTROIDS, _CLUSTER_SIZE = "lm_head_flash.centroids", 32
 _MIDDLE_CODE = (2**TABLE_BITS - 1) / 2
 _CODE_SPREAD = 4.61  # standard deviation of the codes 0..15
 
@@ -140,15 +142,18 @@ def write_checkpoint(
     seed: int = 0,
     shards: int | None = None,
     group_scales: bool = False,
+    flash_head: bool = False,
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> None:
-    """Write a random checkpoint; the folder appears when it is complete.
+    """Write a random checkpoint; the folder appears when it is complete. With `flash_head`, a clustered head
+    lies beside the shards in a file of its own: random clusters, which choose no better than chance.
 
     Memory: some tens of MB, and the tokenizer's text. Disk: free space is checked first.
 
     Raises:
-        OptionError: a size that Maple does not have, a negative seed, more shards than tensors.
+        OptionError: a size that Maple does not have, a negative seed, more shards than tensors, a vocabulary
+            that does not cut into clusters.
         WriteError: the folder is taken or the disk is full.
     """
     if seed < 0:
@@ -157,10 +162,11 @@ def write_checkpoint(
     count = shape.num_shards if shards is None else shards
     if not 1 <= count <= count_units(specs):
         raise OptionError(f"{count} shards are not possible: this shape can fill 1 to {count_units(specs)}")
-    total, done = sum(spec.nbytes for spec in specs), 0
+    beside = _flash_specs(shape) if flash_head else []
+    total, done = sum(spec.nbytes for spec in [*specs, *beside]), 0
     with atomic_folder(folder, total, on_note) as partial:
         parts = split_shards(specs, count)
-        for name, part in parts.items():
+        for name, part in {**parts, **({FLASH_HEAD_NAME: beside} if beside else {})}.items():
             with ShardWriter(partial / name, part) as shard:
                 for spec in part:
                     start = 0
@@ -175,7 +181,8 @@ def write_checkpoint(
         for name, value in files.items():
             write_tokenizer_file(partial / name, value)
         eos = {} if eos_token is None else {"eos_token_id": eos_token}
-        write_json(partial / "config.json", {**shape.config(), **eos})
+        flash = {"flash_head": _flash_config(shape)} if flash_head else {}
+        write_json(partial / "config.json", {**shape.config(), **eos, **flash})
 
 
 def _specs(shape: SynthShape, form: Form) -> list[Spec]:
@@ -199,18 +206,50 @@ def _specs(shape: SynthShape, form: Form) -> list[Spec]:
     return [Spec(*expected) for expected in expected_tensors(config, form, _EMBEDDING_NAME)]
 
 
-def _pieces(spec: Spec, seed: int, shape: SynthShape) -> Iterator[bytes | NDArray[np.uint16]]:
+def _flash_specs(shape: SynthShape) -> list[Spec]:
+    """List the tensors of a clustered head."""
+    if shape.vocab_size % _CLUSTER_SIZE:
+        raise OptionError(
+            f"vocab_size is {shape.vocab_size:,}; a clustered head needs a multiple of {_CLUSTER_SIZE}"
+        )
+    C, D = shape.vocab_size // _CLUSTER_SIZE, shape.hidden_size
+    return [
+        Spec(f"{_CENTROIDS}.weight", "U32", (C, D * TABLE_BITS // 32)),
+        Spec(f"{_CENTROIDS}.scales", "BF16", (C, D // TABLE_GROUP)),
+        Spec(f"{_CENTROIDS}.biases", "BF16", (C, D // TABLE_GROUP)),
+        Spec("lm_head_flash.token_map", "I32", (C, _CLUSTER_SIZE)),
+    ]
+
+
+def _flash_config(shape: SynthShape) -> dict[str, Any]:
+    """Return config.json's block about a clustered head; a ninth of the clusters is probed, as in the real one."""
+    C = shape.vocab_size // _CLUSTER_SIZE
+    return {
+        "n_clusters": C,
+        "cluster_size": _CLUSTER_SIZE,
+        "n_probes": max(1, round(C * 512 / 4748)),
+        "force_tokens": [],
+        "scaled_centroids": True,
+        "bits": TABLE_BITS,
+        "group_size": TABLE_GROUP,
+    }
+
+
+def _pieces(spec: Spec, seed: int, shape: SynthShape) -> Iterator[bytes | NDArray[Any]]:
     """Yield a tensor's bytes, some MB at a time. Streams are seeded by the layer's name, so forms agree."""
     prefix, kind = spec.name.rsplit(".", 1)
-    is_table = prefix in ("lm_head", _EMBEDDING_NAME)
+    is_table = prefix in ("lm_head", _EMBEDDING_NAME, _CENTROIDS)
     stream = "alpha" if kind in ("row_alpha", "scales", "biases") else kind
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(f"{prefix}.{stream}".encode())]))
+    if spec.dtype == "I32":
+        yield rng.permutation(shape.vocab_size).astype("<i4")
+        return
     if spec.dtype == "U32":
         for nbytes in _cut(spec.nbytes, _PIECE_NBYTES):
             codes = rng.bytes(nbytes)
             yield codes if is_table else codes.translate(_TERNARY_BYTES)
         return
-    spread = _LOGIT_SPREAD / math.sqrt(shape.hidden_size) if prefix == "lm_head" else 1.0
+    spread = _LOGIT_SPREAD / math.sqrt(shape.hidden_size) if prefix in ("lm_head", _CENTROIDS) else 1.0
     repeats = 1 if is_table or kind not in ("scales", "biases") else spec.shape[-1]
     for count in _cut(spec.nbytes // 2 // repeats, _PIECE_NBYTES // (4 * repeats)):
         if is_table:

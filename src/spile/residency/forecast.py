@@ -1,65 +1,70 @@
-"""Turns a plan and a short probe of this machine into the speed to expect: decode and prefill, cold and warm.
+"""Turns a plan and what a probe of this machine measured into the speed to expect: decode and prefill, cold and warm.
 
-It knows bytes and multiplications, not how they are done. The probe reads some experts from the disk and multiplies
-some random codes; where weights are not here it says nothing about cold runs.
+It measures nothing and touches no disk; `engines/cpu/probe.py` tries the engine's steps.
 
-A decoded token waits for the bytes that are missing, then computes: what is missing in a layer can only be read
-while the layer's residents are computed, so the two hardly overlap. A prefill chunk reads ahead while it
-computes: the slower of the two sets its pace, and a part of the other shows.
+A decoded token's layer takes the time of one whose experts are all in the pool, and for every missing expert its part
+of what a layer of missing experts takes longer. A prompt's chunk, read cold, overlaps its reads with the experts'
+computation and not with attention, where nothing is in flight yet; read from the page cache, the same threads copy and
+compute. How many experts are missing is the routing's: what a recorded trace says, or what is usual.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from spile import _core
 from spile.architectures.maple import MapleConfig, MapleModel
-from spile.errors import SpileError
+from spile.errors import OptionError
 from spile.residency.experts import ExpertTable
 from spile.residency.plan import Plan, head_nbytes
-from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
+from spile.residency.replay import Trace, replay, sizes_to_try
 
-PROBE_SECONDS = 0.4
-# Hit rate of the pool by the share of the experts that it holds. Between a trained model of balanced routing and a
-# random one of uneven routing, which differ by 0.15 at most (replays of the demo model and of a random full-size
-# one, 2026-11-30); a recorded trace says it better: `spile bench replay`.
-_SHARES = (0.0, 0.006, 0.013, 0.03, 0.067, 0.15, 0.34, 0.76, 1.0)
-_HIT_RATES = (0.0, 0.035, 0.065, 0.12, 0.19, 0.32, 0.55, 0.9, 1.0)
-# What a layer of a decoded token costs beyond its multiplications: starting loops on all threads, norms, routing,
-# attention over a short context, Python (0.2 ms a layer, 2 cores of a Zen 4 server, 2026-11-30).
-LAYER_SECONDS = 0.0002
-# Speed of the tiles that prefill runs, against the probe's single-vector kernel.
-PREFILL_GAIN = 1.25
-PREFILL_EXPOSED = 0.4  # of the faster of reading and computing, in a cold prefill (measured at 630 MB)
-CACHED_PART = 0.56  # of the probe's copying rate that the pool reaches: many files' pages into many slots
-THREAD_GAIN = 0.85  # of a further thread: memory and turns are shared
+# Hit rate of the pool by the share of the experts that it holds: a replay of 200 tokens of the random full-size model
+# (2026-11-30), whose routing is uneven and not predictable. Others report for trained models 0.45 to 0.67 at an eighth
+# to a quarter, and 0.83 at half; the demo model, small and evenly used, has 0.1 less in the middle.
+_SHARES = (0.0, 0.003, 0.016, 0.033, 0.067, 0.104, 0.2, 0.31, 0.5, 0.75, 1.0)
+_HIT_RATES = (0.0, 0.01, 0.10, 0.16, 0.25, 0.33, 0.46, 0.60, 0.80, 0.94, 1.0)
+_PROMPT_TOKENS = 512  # of the prompt that prefill speeds are said for
+
+
+class ChunkSeconds(NamedTuple):
+    """One layer of a prefill chunk."""
+
+    attend: float  # attention and router
+    experts: float
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a machine does in a second, all threads together."""
+    """What this machine takes for the steps of the engine; seconds are of one layer. None: unknown."""
 
-    macs: float  # products of ternary codes, one vector, weights in memory
-    head_macs: float  # the same for 4-bit codes
-    cached_nbytes: float  # copied from the page cache
-    disk_nbytes: float | None  # read directly, in the pieces that experts lie in; None: unknown
+    attend_seconds: float  # of a token: attention and router
+    resident_seconds: float  # of a token, every expert in place in mapped files
+    pooled_seconds: float  # the same, through a pool that holds them all
+    disk_seconds: float | None  # of a token whose experts are all read from the disk
+    cached_seconds: float | None  # of a token whose experts are all copied from the page cache
+    head_seconds: float  # of a token, all rows resident
+    chunks: Mapping[int, ChunkSeconds]  # by tokens
+    cached_nbytes: float | None  # bytes a second copied from the page cache
+    disk_nbytes: float | None  # bytes a second read from the disk, many reads in flight
+    fresh_nbytes: float  # bytes a second of memory taken from the system: a virtual machine's may be slow
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Tokens per second; `cold` when nothing is in the page cache, None where the disk is unknown."""
+    """Tokens per second; `warm` when files are in the page cache, outside the budget, `cold` when they never are. None
+    where it is unknown, or cannot be: direct reads find nothing warm. Prefill is of a prompt of 512 tokens into an
+    empty pool.
+    """
 
     hit_rate: float
     bytes_per_token: int  # that a decoded token misses
-    decode_warm: float
+    decode_warm: float | None
     decode_cold: float | None
-    prefill_warm: float
+    prefill_warm: float | None
     prefill_cold: float | None
 
     def first_token_seconds(self, num_tokens: int, *, cold: bool) -> float | None:
@@ -68,146 +73,178 @@ class Forecast:
         return None if rate is None else num_tokens / rate
 
 
-def probe_machine(model: MapleModel, threads: int) -> Probe:
-    """Measure for about a second. Touches disk: some 400 MB of experts are read."""
-    gain = 1 + (threads - 1) * THREAD_GAIN
-    table = ExpertTable(model)
-    disk = cached = None
-    with contextlib.suppress(SpileError, OSError):  # weights that are not here: the forecast says less
-        disk, cached = _disk_rate(model, table), _cached_rate(model, table, threads)
-    return Probe(_ternary_rate() * gain, _head_rate() * gain, cached or 8e9, disk)
+class Routing:
+    """How experts are wanted: the hit rate of a pool, and how many of a layer a chunk wants."""
+
+    def __init__(
+        self,
+        shares: Sequence[float] = _SHARES,
+        hit_rates: Sequence[float] = _HIT_RATES,
+        unevenness: float = 1.0,
+    ) -> None:
+        """By default, what is usual."""
+        self._shares, self._hit_rates, self._unevenness = np.array(shares), np.array(hit_rates), unevenness
+
+    def hit_rate(self, share: float) -> float:
+        """Return the part of wanted experts that a pool of this share of all experts holds."""
+        return float(np.interp(share, self._shares, self._hit_rates))
+
+    def used(self, num_tokens: int, num_chosen: int, num_experts: int) -> float:
+        """Return the part of a layer's experts that a chunk of so many tokens wants.
+
+        With m choices an expert on average, m / (u + m); u is 1 where popularities are spread exponentially, and less
+        where experts are used evenly. Measured with real text: 0.58 at m = 2, 0.83 at 8, 0.90 at 16 (random full-size
+        model, u = 1.4 to 1.8); 0.80 at 2 (demo model, u = 0.5).
+        """
+        m = num_tokens * num_chosen / num_experts
+        return m / (self._unevenness + m)
 
 
-def forecast(model: MapleModel, plan: Plan, probe: Probe) -> Forecast:
-    """Predict the speed of a plan from a probe. Cost: none."""
-    config, table = model.config, ExpertTable(model)
-    num_experts = config.num_routed_experts
-    token_nbytes = config.num_moe_layers * config.num_experts_per_tok * table.expert_nbytes
-    whole_head = head_nbytes(model, config.vocab_size)
-    streamed = whole_head * (config.vocab_size - plan.num_head_rows) // config.vocab_size
-    share = 1.0 if plan.is_mapped else plan.num_slots / max(1, num_experts)
-    hit_rate = float(np.interp(share, _SHARES, _HIT_RATES))
-    missed = int(token_nbytes * (1 - hit_rate)) + streamed
-    layers, head = layer_macs(config), config.hidden_size * config.vocab_size
-    compute = layers / probe.macs + head / probe.head_macs + config.num_hidden_layers * LAYER_SECONDS
-    chunk = plan.prefill_chunk
-    used = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** chunk
-    chunk_compute = chunk * layers / (probe.macs * PREFILL_GAIN)
-    chunk_missed = (
-        used * max(0, num_experts - (0 if plan.is_mapped else plan.num_slots)) * table.expert_nbytes
+def routing_of(
+    trace: Trace,
+    num_experts: int,
+    config: MapleConfig,
+    name: str,
+    hit_rates: Mapping[int, float] | None = None,
+) -> Routing:
+    """Take the routing of a model from a trace of it; `hit_rates` by slots are known from a replay, or else found.
+
+    Raises: OptionError when the trace is another model's.
+    """
+    own = (config.num_moe_layers, config.num_experts_per_tok, config.num_experts)
+    has = (*trace.shape[1:], num_experts)
+    if has != own:
+        said, wanted = ("{} layers, {} of {} experts".format(*sizes) for sizes in (has, own))
+        raise OptionError(f"{name} is of another model: it has {said}, and this model {wanted}")
+    _, L, K = trace.shape
+    if hit_rates is None:
+        sizes = sizes_to_try(trace, num_experts)
+        hit_rates = {size: replay(trace, num_experts, size, "spile").hit_rate for size in sizes}
+    first = trace[:_PROMPT_TOKENS]
+    distinct = float(np.mean([len(np.unique(first[:, layer])) for layer in range(L)])) / num_experts
+    return Routing(
+        [0.0, *(size / (L * num_experts) for size in hit_rates)],
+        [0.0, *hit_rates.values()],
+        len(first) * K / num_experts * (1 / distinct - 1),
     )
 
-    def decode(rate: float | None, nbytes: int) -> float | None:
-        return None if rate is None else 1 / (compute + nbytes / rate)
 
-    def prefill(rate: float | None, overlap: bool) -> float | None:
+USUAL_ROUTING = Routing()
+
+
+def forecast(model: MapleModel, plan: Plan, probe: Probe, routing: Routing = USUAL_ROUTING) -> Forecast:
+    """Predict the speed of a plan from a probe. Cost: none."""
+    return _Sum(model, plan, probe, routing).forecast()
+
+
+class _Sum:
+    """The seconds of a plan's parts."""
+
+    def __init__(self, model: MapleModel, plan: Plan, probe: Probe, routing: Routing) -> None:
+        config, table = model.config, ExpertTable(model)
+        self._config, self._plan, self._probe, self._routing = config, plan, probe, routing
+        self._expert_nbytes = table.expert_nbytes
+        self._file_nbytes = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
+        self._num_experts = config.num_routed_experts
+        self._num_slots = self._num_experts if plan.is_mapped else plan.num_slots
+        self._streamed = 0
+        if not plan.is_mapped:
+            rows = config.vocab_size - plan.num_head_rows
+            self._streamed = head_nbytes(model, config.vocab_size) * rows // config.vocab_size
+        self._hit_rate = 1.0
+        if self._num_slots < self._num_experts:
+            self._hit_rate = routing.hit_rate(self._num_slots / self._num_experts)
+
+    def forecast(self) -> Forecast:
+        probe, plan = self._probe, self._plan
+        wanted = self._config.num_moe_layers * self._config.num_experts_per_tok
+        missed = int(wanted * self._expert_nbytes * (1 - self._hit_rate)) + self._streamed
+        if plan.is_mapped:
+            decode = 1 / self._decode(probe.resident_seconds, None)
+            # the files are made present while the prompt is read, and then all is warm
+            return Forecast(1.0, 0, decode, decode, self._prefill_warm(), self._mapped_prefill_cold())
+        warm = prefill_warm = cold = prefill_cold = None
+        if not plan.is_direct and probe.cached_seconds is not None:
+            warm, prefill_warm = (
+                1 / self._decode(probe.cached_seconds, probe.cached_nbytes),
+                self._prefill_warm(),
+            )
+        if probe.disk_seconds is not None:
+            cold, prefill_cold = 1 / self._decode(probe.disk_seconds, probe.disk_nbytes), self._prefill_cold()
+        return Forecast(self._hit_rate, missed, warm, cold, prefill_warm, prefill_cold)
+
+    def _decode(self, missing_seconds: float | None, rate: float | None) -> float:
+        """Seconds of a token; `missing_seconds` of a layer whose experts are all missing."""
+        config, probe = self._config, self._probe
+        hit = probe.resident_seconds if self._plan.is_mapped else probe.pooled_seconds
+        layer = hit
+        if missing_seconds is not None:
+            layer += (1 - self._hit_rate) * max(0.0, missing_seconds - hit)
+        experts = probe.resident_seconds - probe.attend_seconds
+        dense = config.intermediate_size / (config.num_experts_per_tok * config.moe_intermediate_size)
+        return (
+            config.num_moe_layers * layer
+            + config.first_k_dense_replace * (probe.attend_seconds + experts * dense)
+            + self._head(rate)
+        )
+
+    def _head(self, rate: float | None) -> float:
+        """Seconds of the head: pieces are read while others are computed, and cached ones are copied by the same
+        cores.
+        """
+        head = self._probe.head_seconds
+        if not self._streamed or rate is None:
+            return head
+        return (
+            head + self._streamed / rate
+            if rate == self._probe.cached_nbytes
+            else max(head, self._streamed / rate)
+        )
+
+    def _chunks(self) -> list[_Chunk]:
+        """The chunks of a prompt, from an empty pool on."""
+        config, plan, probe = self._config, self._plan, self._probe
+        chunks, resident = [], 0
+        for start in range(0, _PROMPT_TOKENS, plan.prefill_chunk):
+            T = min(plan.prefill_chunk, _PROMPT_TOKENS - start)
+            used = self._routing.used(T, config.num_experts_per_tok, config.num_experts) * self._num_experts
+            missing = 0 if plan.is_mapped else int(max(0.0, used - resident))
+            tried = min(probe.chunks, key=lambda chunk: abs(chunk - T))
+            scale = config.num_hidden_layers * T / tried
+            # the pool's memory comes from the system as it is first filled, on the threads that compute
+            fresh = min(missing, self._num_slots - resident) * self._expert_nbytes / probe.fresh_nbytes
+            attend, experts = (seconds * scale for seconds in probe.chunks[tried])
+            chunks.append(_Chunk(attend, experts + fresh, missing * self._expert_nbytes))
+            resident = self._num_slots
+        return chunks
+
+    def _prefill_warm(self) -> float | None:
+        """Threads copy from the page cache, then compute."""
+        rate = self._probe.cached_nbytes
+        if rate is None and not self._plan.is_mapped:
+            return None
+        seconds = sum(c.attend + c.experts + c.missing_nbytes / (rate or 1) for c in self._chunks())
+        return _PROMPT_TOKENS / (seconds + self._head(rate))
+
+    def _prefill_cold(self) -> float | None:
+        """Experts are computed while others are read; nothing is read during attention."""
+        rate = self._probe.disk_nbytes
         if rate is None:
             return None
-        read = chunk_missed / rate
-        slower, faster = max(chunk_compute, read), min(chunk_compute, read)
-        return chunk / (slower + faster * (PREFILL_EXPOSED if overlap else 1.0))
+        seconds = sum(c.attend + max(c.experts, c.missing_nbytes / rate) for c in self._chunks())
+        return _PROMPT_TOKENS / (seconds + self._head(rate))
 
-    warm = float("inf") if plan.is_mapped else probe.cached_nbytes * CACHED_PART
-    decode_warm, prefill_warm = decode(warm, missed), prefill(warm, overlap=False)
-    assert decode_warm is not None
-    assert prefill_warm is not None
-    # A mapped model is cold for its first seconds only, until the files have been read once.
-    missed_cold = token_nbytes + whole_head if plan.is_mapped else missed
-    return Forecast(
-        hit_rate,
-        0 if plan.is_mapped else missed,
-        decode_warm,
-        decode(probe.disk_nbytes, missed_cold),
-        prefill_warm,
-        prefill(probe.disk_nbytes, overlap=True),
-    )
-
-
-def layer_macs(config: MapleConfig) -> int:
-    """Products of codes and activations that a token takes in all layers, without the head."""
-    D, q_size = config.hidden_size, config.num_attention_heads * config.head_dim
-    attention = D * (2 * q_size + 2 * config.num_key_value_heads * config.head_dim)
-    experts = 3 * D * config.moe_intermediate_size * config.num_experts_per_tok
-    dense = 3 * D * config.intermediate_size
-    num_dense = config.first_k_dense_replace
-    return (
-        config.num_hidden_layers * attention
-        + num_dense * dense
-        + (config.num_hidden_layers - num_dense) * experts
-    )
-
-
-def _ternary_rate() -> float:
-    rng = np.random.default_rng(0)
-    n, out = 2048, 65536  # 32 MB of codes: more than a core's cache
-    codes = rng.integers(0, 2**32, (out, n // 16), np.uint32)
-    x, alpha = rng.standard_normal((1, n), np.float32), np.full(out, 0x3C00, np.uint16)
-    seconds = min(_seconds(lambda: _core.ternary_linear(x, codes, alpha)) for _ in range(3))
-    return n * out / seconds
-
-
-def _head_rate() -> float:
-    rng = np.random.default_rng(0)
-    n, out = 2048, 16384
-    codes = rng.integers(0, 2**32, (out, n // 8), np.uint32)
-    x, scales = rng.standard_normal((1, n), np.float32), np.full((out, n // 64), 0x3C00, np.uint16)
-    seconds = min(_seconds(lambda: _core.affine4_linear(x, codes, scales, scales)) for _ in range(3))
-    return n * out / seconds
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
-def _disk_rate(model: MapleModel, table: ExpertTable) -> float | None:
-    """Bytes a second of direct reads of random experts; None where direct reads are refused."""
-    store = Store(model.checkpoint.shards, direct=True)
-    try:
-        if not store.is_direct:
+    def _mapped_prefill_cold(self) -> float | None:
+        """The files are made present in their order, while the layers that are there are computed."""
+        warm, rate = self._prefill_warm(), self._probe.disk_nbytes
+        if warm is None or rate is None:
             return None
-        return _read_rate(table, store, PROBE_SECONDS)
-    finally:
-        store.close()
+        return _PROMPT_TOKENS / max(_PROMPT_TOKENS / warm, self._file_nbytes / rate)
 
 
-def _read_rate(table: ExpertTable, store: Store, seconds: float) -> float:
-    rng = np.random.default_rng(os.getpid())
-    layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
-    # whole pages, and one more for an expert that begins elsewhere in its page
-    rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
-    in_flight = 8
-    buffer = aligned_buffer(in_flight * sum(rooms))
-    at = buffer.ctypes.data + np.cumsum([0, *rooms * in_flight])[:-1]
-    starts = at.reshape(in_flight, len(rooms)).tolist()
-    tickets: list[int] = []
-    nbytes, started = 0, time.perf_counter()
-    turn = 0
-    while time.perf_counter() - started < seconds:
-        if len(tickets) == in_flight:
-            store.wait(tickets.pop(0))
-            nbytes += table.expert_nbytes
-        extents = table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
-        tickets.append(store.submit(extents, starts[turn % in_flight]))
-        turn += 1
-    elapsed = time.perf_counter() - started
-    for ticket in tickets:
-        store.wait(ticket)
-    return nbytes / elapsed
+class _Chunk(NamedTuple):
+    """Seconds of all layers of a prefill chunk, and the bytes that it reads."""
 
-
-def _cached_rate(model: MapleModel, table: ExpertTable, threads: int) -> float:
-    """Bytes a second that all threads copy from the page cache: the experts of a layer, the second time."""
-    layer = next(layer for layer in range(table.num_layers) if table.is_moe(layer))
-    extents = [e for expert in range(min(16, table.num_experts)) for e in table.extents(layer, expert)]
-    buffer = aligned_buffer(max(extent.nbytes for extent in extents)).data
-    with model.checkpoint.shards[extents[0].shard].open("rb", buffering=0) as file:
-
-        def copy() -> None:
-            for extent in extents:
-                os.preadv(file.fileno(), [buffer[: extent.nbytes]], extent.offset)
-
-        copy()
-        seconds = min(_seconds(copy) for _ in range(3))
-    return sum(extent.nbytes for extent in extents) / seconds * (1 + (threads - 1) * THREAD_GAIN)
+    attend: float
+    experts: float
+    missing_nbytes: int

@@ -8,6 +8,7 @@ the background, the experts that a token wants are touched by reader threads fir
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Generator, Sequence
 
 import numpy as np
@@ -77,6 +78,8 @@ class Touch:
         ]
         self._ticket = self._back.submit(np.array(pieces, np.uint64).reshape(-1, 5))
         self._complete = False
+        # Also at exit, where nobody closed: the threads must not touch pages that are being unmapped.
+        self._end = weakref.finalize(self, _end, self._front, self._back)
         self.stall_seconds = 0.0
 
     def is_complete(self) -> bool:
@@ -95,6 +98,11 @@ class Touch:
         self.stall_seconds += time.perf_counter() - started
 
     def close(self) -> None:
-        self._back.cancel()
-        self._front.drain()
-        self._back.drain()
+        """Stop. May be called twice."""
+        self._end()
+
+
+def _end(front: _core.Reader, back: _core.Reader) -> None:
+    back.cancel()
+    front.drain()
+    back.drain()

@@ -5,27 +5,33 @@ It reads no weights; it knows sizes from headers and what the process holds now.
 what is resident when the engine opens counts, and so does everything that will be. How it gives memory away:
 first what nothing runs without, then a prefill chunk and a context in proportion to the budget, then the head
 (every row kept saves its bytes at every token), and the rest to experts (a slot saves a part of its bytes at
-every token).
+every token). Each of these grows with the budget and never shrinks: what is set aside for chunk and context is a
+share, and the few MB of it that are too little for their next step stay free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
+from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import PROJECTIONS, MapleConfig, MapleModel
 from spile.engines import EngineOptions
 from spile.errors import BudgetError, ReadError
-from spile.machine import available_memory_bytes
+from spile.machine import available_memory_bytes, memory_limit_bytes
 from spile.memory import current_memory_bytes
 from spile.residency.experts import ExpertTable
+from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
 from spile.residency.slots import Slots
 from spile.sizes import format_size
 
-BLOCK_POSITIONS = 128  # of the KV cache, as in kv_cache.h
 CHUNKS = (512, 256, 128, 64, 32, 16)  # prefill chunks to choose from, in tokens
 CHUNK_SHARE = 0.08  # of the budget that a longer chunk's activations may take
-KV_SHARE = 0.10  # of the budget that the growing KV caches may take, if nobody names a context
+CHUNK_STEP = 16  # tokens
+KV_SHARE = 0.08  # of the budget that the growing KV cache of a sequence may take, if nobody names a context
+MOST_KV_SHARE = 0.30  # of all sequences
 LEAST_CONTEXT = 512
+FLASH_PIECE_ROWS = 4096  # of a clustered head, gathered at a time: enough for many threads
 HEAD_PIECE_ROWS, HEAD_RING_PIECES = 1024, 4  # of a streamed head: 1.2 MB a piece of a full-size one
 # What nobody counts: allocator slack, thread stacks, Python objects of a run. Measured on the full-size model
 # between the sum of the parts and the high-water mark: 4 to 8 MB (2026-11-30).
@@ -48,16 +54,10 @@ class Parts:
 
     @property
     def total(self) -> int:
-        return (
-            self.process
-            + self.weights
-            + self.head
-            + self.kv
-            + self.prompts
-            + self.activations
-            + self.experts
-            + self.margin
-        )
+        return sum(getattr(self, name) for name in PART_NAMES)
+
+
+PART_NAMES = tuple(field.name for field in fields(Parts))
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,37 @@ class Plan:
     parts: Parts
 
 
-def make_plan(model: MapleModel, table: ExpertTable, options: EngineOptions) -> Plan:
-    """Decide. Cost: reads /proc and file sizes.
+@dataclass(frozen=True)
+class MemoryNow:
+    """What a plan starts from."""
+
+    process_nbytes: int  # that this process holds
+    available_nbytes: int  # that it could still take
+    limit_nbytes: int | None  # of the control group; None: there is none
+
+
+def memory_now() -> MemoryNow:
+    """Look. Cost: reads /proc and /sys."""
+    return MemoryNow(current_memory_bytes(), available_memory_bytes(), memory_limit_bytes())
+
+
+def make_plan(
+    model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow | None = None
+) -> Plan:
+    """Decide. Cost: reads file sizes, and /proc where `memory` is not given.
 
     Raises:
         BudgetError: the smallest plan does not fit; the message holds the smallest budget that does.
         ReadError: a shard is gone.
     """
-    process = current_memory_bytes()
-    available = available_memory_bytes()
+    memory = memory or memory_now()
+    process, available = memory.process_nbytes, memory.available_nbytes
     budget = options.memory_bytes
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
     total = _shard_nbytes(model)
     num_experts = model.config.num_routed_experts
-    if options.slots is None and options.io in ("auto", "mapped"):
+    wants_pool = options.slots is not None or options.flash_moe or options.active_experts is not None
+    if not (wants_pool and num_experts) and options.io in ("auto", "mapped"):
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
         if plan.parts.total <= room or not num_experts:
             return plan
@@ -107,7 +124,10 @@ def make_plan(model: MapleModel, table: ExpertTable, options: EngineOptions) -> 
         # Read buffered where memory outside the budget could keep the whole checkpoint warm, for nothing;
         # else direct.
         is_direct = available - (room - process) < total
-    return _pool_plan(model, table, options, process, room, num_experts, is_direct)
+    made = _pool_plan(model, table, options, memory, room, num_experts, is_direct)
+    if options.io == "auto":  # fewer slots than there is room for leave more to the page cache
+        made = replace(made, is_direct=available - (made.parts.total - process) < total)
+    return made
 
 
 def _mapped_plan(
@@ -115,13 +135,13 @@ def _mapped_plan(
 ) -> Plan:
     config = model.config
     chunk, context = options.prefill_chunk or CHUNKS[0], options.context or config.max_position_embeddings
-    head = head_nbytes(model, config.vocab_size)
+    head, kv = head_nbytes(model, config.vocab_size), kv_format(config, options)
+    flash = flash_head_nbytes(model, options)
     parts = Parts(
         process=process,
         weights=total - expert_nbytes - head,
-        head=head,
-        kv=options.sequences
-        * kv_nbytes(config, options.context or min(context, 4096), chunk, options.kv_bits),
+        head=head + flash,
+        kv=options.sequences * kv_nbytes(config, options.context or min(context, 4096), chunk, kv),
         prompts=options.prompt_cache_bytes,
         activations=activation_nbytes(config, chunk),
         experts=expert_nbytes,
@@ -145,67 +165,201 @@ def _pool_plan(
     model: MapleModel,
     table: ExpertTable,
     options: EngineOptions,
-    process: int,
+    memory: MemoryNow,
     room: int,
     num_experts: int,
     is_direct: bool,
 ) -> Plan:
     config, V = model.config, model.config.vocab_size
     slot_nbytes = Slots.nbytes_per_slot(table)
-    least_slots = min(num_experts, 2 * config.num_experts_per_tok)
-
-    def parts(chunk: int, context: int, head_rows: int, slots: int) -> Parts:
-        return Parts(
-            process=process,
-            weights=resident_weight_nbytes(model),
-            head=head_nbytes(model, head_rows),
-            kv=options.sequences * kv_nbytes(config, context, chunk, options.kv_bits),
-            prompts=options.prompt_cache_bytes,
-            activations=activation_nbytes(config, chunk),
-            experts=slots * slot_nbytes,
-            margin=MARGIN_NBYTES,
-        )
-
-    context = options.context or _default_context(config, options.kv_bits, room)
-    chunk = options.prefill_chunk or _default_chunk(config, options.kv_bits, context, room)
-    if options.context is None or options.prefill_chunk is None:
-        while parts(chunk, context, 0, least_slots).total > room:
-            if options.prefill_chunk is None and chunk > CHUNKS[-1]:
-                chunk //= 2
-            elif options.context is None and context > LEAST_CONTEXT:
-                context //= 2
-            else:
-                break
-    least = parts(chunk, context, 0, least_slots).total
-    if options.slots is None and least > room:
-        raise BudgetError(
-            f"{model.checkpoint.folder} needs {format_size(least)} with a context of {context:,} tokens "
-            f"and a prefill chunk of {chunk}, and the budget is {format_size(room)}",
-            f"Give --memory {-(-least // 1_000_000)}MB or more"
-            + (", or a smaller --context." if options.context else "."),
-        )
+    needs = _Needs(model, table, options, memory.process_nbytes)
+    least = needs.least().total
+    if options.slots is None:
+        _check_group(model, memory, least, least, room if options.memory_bytes is None else 2**62)
+        if least > room:
+            raise needs.refusal(room)
+    extra = max(0, room - least)
+    chunk, chunk_nbytes = needs.chunk(min(int(CHUNK_SHARE * room), extra))
+    share = min(KV_SHARE * options.sequences, MOST_KV_SHARE)
+    context, kv_nbytes_more = needs.context(min(int(share * room), extra - chunk_nbytes))
+    extra -= chunk_nbytes + kv_nbytes_more
+    least_slots, most_slots = needs.least_slots, needs.most_slots
+    parts, num_active = needs.parts, options.num_active(config.num_experts_per_tok)
     num_head_rows = V
     if options.slots is not None:
         num_slots = min(options.slots, num_experts)
     else:
-        if parts(chunk, context, V, least_slots).total > room:
-            row_nbytes = head_nbytes(model, V) // V
-            num_head_rows = (room - least) // row_nbytes // HEAD_PIECE_ROWS * HEAD_PIECE_ROWS
-            num_head_rows = max(0, min(V - 1, num_head_rows))
-        spare = room - parts(chunk, context, num_head_rows, 0).total
-        num_slots = max(min(spare // slot_nbytes, num_experts), least_slots)
+        head = head_nbytes(model, V) - head_nbytes(model, 0)
+        if extra < head:
+            pieces = extra // (head_nbytes(model, V) // V * HEAD_PIECE_ROWS)
+            num_head_rows, extra = min(V - 1, pieces * HEAD_PIECE_ROWS), head
+        num_slots = min(needs.wanted_slots + (extra - head) // slot_nbytes, most_slots)
+    planned = parts(chunk, context, num_head_rows, num_slots)
+    if options.slots is None:
+        _check_group(model, memory, least, planned.total, room)
     return Plan(
         is_mapped=False,
         is_direct=is_direct,
         num_slots=num_slots,
         least_slots=min(least_slots, num_slots),
-        most_slots=num_experts,
+        most_slots=most_slots,
         num_head_rows=num_head_rows,
         prefill_chunk=chunk,
         context=context,
-        budget_nbytes=room,
-        parts=parts(chunk, context, num_head_rows, num_slots),
+        budget_nbytes=room if num_active is None or options.memory_bytes else planned.total,
+        parts=planned,
     )
+
+
+def _check_group(model: MapleModel, memory: MemoryNow, least: int, planned: int, room: int) -> None:
+    """Check that a control group leaves what is planned on top of what the process has: it would be killed.
+
+    The plan's margin is for what the group counts beyond it.
+
+    Raises: BudgetError.
+    """
+    process, limit = memory.process_nbytes, memory.limit_nbytes
+    if limit is None:
+        return
+    left = min(memory.available_nbytes + MARGIN_NBYTES, room - process)
+    if least - process > left:
+        raise BudgetError(
+            f"{model.checkpoint.folder} needs {format_size(least - process)} more at the least, and the control "
+            f"group, which allows {format_size(limit)}, leaves {format_size(left)}",
+            f"Raise the group's limit by {-(-(least - process - left) // 1_000_000)}MB or more.",
+        )
+    if planned - process > left:
+        raise BudgetError(
+            f"the budget of {format_size(room)} takes {format_size(planned - process)} more, and the control "
+            f"group, which allows {format_size(limit)}, leaves {format_size(left)}",
+            f"Give --memory {(process + left) // 1_000_000}MB or less, or raise the group's limit.",
+        )
+
+
+class _Needs:
+    """What a pool's engine takes, by chunk and context; those that the user named are kept."""
+
+    def __init__(self, model: MapleModel, table: ExpertTable, options: EngineOptions, process: int) -> None:
+        config = model.config
+        self._model, self._options, self._process = model, options, process
+        self._kv, self._flash = kv_format(config, options), flash_head_nbytes(model, options)
+        self._slot_nbytes, num_experts = Slots.nbytes_per_slot(table), config.num_routed_experts
+        moe_layers = num_experts // max(1, config.num_experts)
+        num_active = options.num_active(config.num_experts_per_tok)
+        pinned = options.shared_experts * moe_layers
+        self.most_slots = num_experts if num_active is None else num_active * moe_layers
+        self.least_slots = min(num_experts, pinned + 2 * config.num_experts_per_tok, self.most_slots)
+        # without which the plan is refused
+        self.wanted_slots = self.least_slots if num_active is None else self.most_slots
+
+    def parts(self, chunk: int, context: int, head_rows: int, slots: int) -> Parts:
+        model, options = self._model, self._options
+        return Parts(
+            process=self._process,
+            weights=resident_weight_nbytes(model),
+            head=head_nbytes(model, head_rows) + self._flash,
+            kv=options.sequences * kv_nbytes(model.config, context, chunk, self._kv),
+            prompts=options.prompt_cache_bytes,
+            activations=activation_nbytes(model.config, chunk),
+            experts=slots * self._slot_nbytes,
+            margin=MARGIN_NBYTES,
+        )
+
+    def least(self) -> Parts:
+        return self.parts(self._least_chunk, self._least_context, 0, self.wanted_slots)
+
+    def chunk(self, nbytes: int) -> tuple[int, int]:
+        """Return the longest chunk that takes at most so many bytes beyond the least one, and the bytes to set
+        aside for it: what no chunk would use is not set aside.
+        """
+        if self._options.prefill_chunk is not None:
+            return self._options.prefill_chunk, 0
+        chunk = _largest(lambda n: self._chunk_nbytes(n) <= nbytes, CHUNKS[-1], CHUNKS[0], CHUNK_STEP)
+        return chunk, min(nbytes, self._chunk_nbytes(CHUNKS[0]))
+
+    def context(self, nbytes: int) -> tuple[int, int]:
+        """Return the longest context likewise, for all sequences together."""
+        if self._options.context is not None:
+            return self._options.context, 0
+        longest = self._model.config.max_position_embeddings
+        context = _largest(
+            lambda n: self._context_nbytes(n) <= nbytes, self._least_context, longest, BLOCK_POSITIONS
+        )
+        return context, min(nbytes, self._context_nbytes(longest))
+
+    def refusal(self, room: int) -> BudgetError:
+        """Say what is too little, with the sum."""
+        options, least = self._options, self.least()
+        num_active = options.num_active(self._model.config.num_experts_per_tok)
+        asked = "" if num_active is None else f", {num_active} active experts a layer"
+        if options.sequences > 1:
+            asked += f", {options.sequences} sequences at once"
+        sizes = {name: getattr(least, name) for name in PART_NAMES}
+        added = " + ".join(f"{name} {format_size(nbytes)}" for name, nbytes in sizes.items() if nbytes)
+        return BudgetError(
+            f"{self._model.checkpoint.folder} needs {format_size(least.total)} with a context of "
+            f"{self._least_context:,} tokens{asked} and a prefill chunk of {self._least_chunk}, "
+            f"and the budget is {format_size(room)}: {added}",
+            f"Give --memory {-(-least.total // 1_000_000)}MB or more"
+            + (", or a smaller --context" if options.context else "")
+            + (", or fewer --active-experts." if options.active_experts else "."),
+        )
+
+    @property
+    def _least_chunk(self) -> int:
+        return self._options.prefill_chunk or CHUNKS[-1]
+
+    @property
+    def _least_context(self) -> int:
+        return self._options.context or min(LEAST_CONTEXT, self._model.config.max_position_embeddings)
+
+    def _chunk_nbytes(self, chunk: int) -> int:
+        """Bytes beyond the least chunk: activations, and longer rings."""
+        config, longest = (
+            self._model.config,
+            self._options.context or self._model.config.max_position_embeddings,
+        )
+
+        def cost(chunk: int) -> int:
+            rings = kv_nbytes(config, longest, chunk, self._kv) * self._options.sequences
+            return activation_nbytes(config, chunk) + rings
+
+        return cost(chunk) - cost(self._least_chunk)
+
+    def _context_nbytes(self, context: int) -> int:
+        """Bytes of all sequences beyond the least context."""
+        more, least = (
+            kv_nbytes(self._model.config, n, self._least_chunk, self._kv)
+            for n in (context, self._least_context)
+        )
+        return self._options.sequences * (more - least)
+
+
+def _largest(fits: Callable[[int], bool], least: int, most: int, step: int) -> int:
+    """Return the largest of least, and of the multiples of `step` up to most, that fits; `most` where it does."""
+    if most <= least or fits(most):
+        return max(least, most)
+    low, high = least // step, most // step + 1  # low fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return max(least, low * step)
+
+
+def smallest_budget(model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
+    """Return the least bytes that a plan works with, in whole MB. No disk access.
+
+    Raises: as `make_plan`, but BudgetError.
+    """
+    least = _Needs(model, table, options, memory.process_nbytes).least().total
+    return -(-least // 1_000_000) * 1_000_000
+
+
+def mapped_budget(model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
+    """Return the least bytes with which everything is mapped, in whole MB. Cost: reads file sizes."""
+    experts = model.config.num_routed_experts * table.expert_nbytes
+    whole = _mapped_plan(model, options, memory.process_nbytes, _shard_nbytes(model), experts).parts.total
+    return -(-whole // 1_000_000) * 1_000_000
 
 
 def _shard_nbytes(model: MapleModel) -> int:
@@ -213,23 +367,6 @@ def _shard_nbytes(model: MapleModel) -> int:
         return sum(path.stat().st_size for path in model.checkpoint.shards)
     except OSError as error:
         raise ReadError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def kv_nbytes(config: MapleConfig, context: int, chunk: int, kv_bits: int) -> int:
-    """Bytes of keys and values of one sequence that fills the context."""
-    position = (config.head_dim + -(-config.head_dim // 16) * 16) * config.num_key_value_heads * kv_bits // 8
-    block = -(-position * BLOCK_POSITIONS // 4096) * 4096
-    full_blocks = -(-context // BLOCK_POSITIONS)
-    ring = min(ring_blocks(config.sliding_window, chunk), full_blocks)
-    sliding = sum(config.layer_is_sliding)
-    return block * (sliding * ring + (config.num_hidden_layers - sliding) * full_blocks)
-
-
-def ring_blocks(window: int, chunk: int) -> int:
-    """Blocks of a sliding layer's ring: what a window before a chunk and the chunk itself can touch
-    (ring_blocks of src/core/kv_cache.h).
-    """
-    return (window + chunk - 2) // BLOCK_POSITIONS + 2
 
 
 def activation_nbytes(config: MapleConfig, chunk: int) -> int:
@@ -252,12 +389,28 @@ def head_nbytes(model: MapleModel, num_rows: int) -> int:
     return num_rows * row + ring
 
 
+def flash_head_nbytes(model: MapleModel, options: EngineOptions) -> int:
+    """Bytes that a clustered head takes beside the head's rows; 0 unless asked for. Touches disk: a header.
+
+    Raises: UnsupportedModelError where the checkpoint has none.
+    """
+    if not options.flash_head:
+        return 0
+    config = model.config
+    flash = open_flash_head(model.checkpoint, vocab_size=config.vocab_size, hidden_size=config.hidden_size)
+    row = flash.centroid_nbytes // flash.num_clusters
+    passing = (
+        2 * FLASH_PIECE_ROWS * row + 5 * config.vocab_size
+    )  # rows gathered and read, logits, what is wanted
+    return flash.centroid_nbytes + 3 * flash.token_map.nbytes + passing
+
+
 def resident_weight_nbytes(model: MapleModel) -> int:
     """Bytes of the weights that a pool's engine reads at the start: all but experts' codes, embeddings and
     head.
     """
     config = model.config
-    apart = ("lm_head", "head.", model.embedding_name)
+    apart = ("lm_head", "head.", model.embedding_name)  # the clustered head's tensors among them
     nbytes = sum(
         tensor.nbytes
         for name, tensor in model.checkpoint.tensors.items()
@@ -265,24 +418,3 @@ def resident_weight_nbytes(model: MapleModel) -> int:
     )
     rows = (len(PROJECTIONS) - 1) * config.moe_intermediate_size + config.hidden_size
     return nbytes + 2 * config.num_routed_experts * rows  # row alphas, BF16
-
-
-def _default_context(config: MapleConfig, kv_bits: int, room: int) -> int:
-    """The longest power of two whose growing caches stay within their share."""
-    context = LEAST_CONTEXT
-    least = kv_nbytes(config, LEAST_CONTEXT, 1, kv_bits)
-    while (
-        context < config.max_position_embeddings
-        and kv_nbytes(config, 2 * context, 1, kv_bits) - least <= KV_SHARE * room
-    ):
-        context *= 2
-    return min(context, config.max_position_embeddings)
-
-
-def _default_chunk(config: MapleConfig, kv_bits: int, context: int, room: int) -> int:
-    """The longest chunk whose activations and rings stay within their share."""
-
-    def cost(chunk: int) -> int:
-        return activation_nbytes(config, chunk) + kv_nbytes(config, context, chunk, kv_bits)
-
-    return next((c for c in CHUNKS if cost(c) - cost(CHUNKS[-1]) <= CHUNK_SHARE * room), CHUNKS[-1])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from spile.residency.policy import Policy
 
 Trace = NDArray[np.int32]
+LFU_DECAY = 0.97  # of what a choice counts one token later, in `lfu-decay`
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,22 @@ def _lru_per_layer(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
 
 def _lfu(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
     """Least frequently used, counting from the start, over one pool; ties go by age."""
+    return _least_frequent(trace, num_experts, num_slots, "lfu", 1.0)
+
+
+def _lfu_decay(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
+    """The same with counts that age."""
+    return _least_frequent(trace, num_experts, num_slots, "lfu-decay", LFU_DECAY)
+
+
+def _least_frequent(trace: Trace, num_experts: int, num_slots: int, name: str, decay: float) -> Replayed:
     N, L, _ = trace.shape
     counts = np.zeros(L * num_experts)
     resident: OrderedDict[int, None] = OrderedDict()
     hits = misses = 0
     for row, keys in enumerate(_key_rows(trace, num_experts)):
+        if row % L == 0:
+            counts *= decay
         for key in keys:
             counts[key] += 1
             if row >= N // 2 * L:
@@ -115,7 +127,7 @@ def _lfu(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
         while len(resident) > num_slots:
             others = [key for key in resident if key not in wanted] or list(resident)
             del resident[min(others, key=counts.__getitem__)]
-    return Replayed("lfu", num_slots, hits, misses)
+    return Replayed(name, num_slots, hits, misses)
 
 
 def _optimal(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
@@ -170,5 +182,6 @@ POLICIES: dict[str, Callable[[Trace, int, int], Replayed]] = {
     "lru": _lru,
     "lru-per-layer": _lru_per_layer,
     "lfu": _lfu,
+    "lfu-decay": _lfu_decay,
     "optimal": _optimal,
 }

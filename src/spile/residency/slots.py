@@ -12,15 +12,15 @@ from __future__ import annotations
 import mmap
 import sys
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spile.residency.experts import ExpertTable
-from spile.residency.policy import Policy
-from spile.residency.store import PAGE_NBYTES, Store, private_memory
+from spile.residency.policy import NEVER, Policy
+from spile.residency.store import ENDED, PAGE_NBYTES, Store, private_memory
 
 Batch = tuple[NDArray[np.int32], NDArray[np.uint64]]  # expert ids [n], addresses [n, 3] of gate, up, down
 _FREE = -1
@@ -28,6 +28,7 @@ _GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
 # Loads in flight at a time. 16 experts are 48 reads: enough to keep every reader thread busy, few enough that
 # a long list of misses does not give up experts long before their successors arrive.
 _MAX_IN_FLIGHT = 16
+_LEAST_IN_FLIGHT = 8  # at 4, a prompt was read 10 % slower from the disk in 16 slots
 
 
 class _Load(NamedTuple):
@@ -53,13 +54,15 @@ class Slots:
         self.slot_nbytes = sum(parts)
         self._part_starts = np.array([0, parts[0], parts[0] + parts[1]])
         self._places = _Places.of(table)
+        self._group_nbytes = np.tile(self._places.nbytes, (_MAX_IN_FLIGHT, 1))
+        self._deltas = self._places.offsets % PAGE_NBYTES  # of each part behind the page that it begins in
         self._segments: list[mmap.mmap] = []
         self._starts = np.zeros(0, np.int64)  # address of each slot
         num_keys = table.num_layers * table.num_experts
         self._key_to_slot = np.full(num_keys, _FREE, np.int32)
         self._slot_to_key = np.zeros(0, np.int64)
-        self._addresses = np.zeros((num_keys, 3), np.uint64)
         self._in_use = np.zeros(0, bool)
+        self._is_pinned = np.zeros(0, bool)  # in use for good
         self._free: list[int] = []
         self._limit = 0  # slots from this one on are not to be used
         self._fetch: object | None = None  # the one that has begun and has not ended well
@@ -108,30 +111,46 @@ class Slots:
         self.misses += len(ids) - int(is_hit.sum())
         self._policy.choose(keys, counts)
         self._in_use[slots[is_hit]] = True
-        misses = deque(int(expert) for expert in ids[~is_hit])
-        hits = deque(int(expert) for expert in ids[is_hit])
+        misses, hits = deque[int](ids[~is_hit].tolist()), deque[int](ids[is_hit].tolist())
         loading: deque[_Load] = deque()
+        # A chunk wants nearly every expert of a layer: read too far ahead, it would give up all that a small pool
+        # holds. One token's few misses are all wanted at once.
+        most = max(_LEAST_IN_FLIGHT, min(_MAX_IN_FLIGHT, self._limit // 4)) if in_order else _MAX_IN_FLIGHT
+        if not in_order and len(misses) <= _MAX_IN_FLIGHT:
+            self._start_loads(layer, misses, loading, most)
+            if not misses and all(load.ticket == ENDED for load in loading):
+                slots[~is_hit] = self._admit(layer, loading)
+                yield ids, self._addresses(keys, slots)
+                self._in_use[slots] = self._is_pinned[slots]
+                return
         choose = self._next_in_order if in_order else self._next_ready
         while hits or misses or loading:
-            self._start_loads(layer, misses, loading)
+            self._start_loads(layer, misses, loading, most)
             experts = np.array(choose(layer, hits, misses, loading), np.int32)
             if not len(experts):
                 continue
-            self._start_loads(layer, misses, loading)
+            self._start_loads(layer, misses, loading, most)
             batch_keys = layer * self._num_experts + experts.astype(np.int64)
-            yield experts, self._addresses[batch_keys]
-            self._in_use[self._key_to_slot[batch_keys]] = False
+            slots = self._key_to_slot[batch_keys]
+            yield experts, self._addresses(batch_keys, slots)
+            self._in_use[slots] = self._is_pinned[slots]
+
+    def _addresses(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Where the parts of resident experts lie, [n, 3]."""
+        addresses: NDArray[np.int64] = self._starts[slots][:, None] + self._part_starts + self._deltas[keys]
+        return addresses.view(np.uint64)
 
     def _next_ready(
         self, layer: int, hits: deque[int], misses: deque[int], loading: deque[_Load]
     ) -> list[int]:
-        """Take all residents, or else the loads that have ended; waits for the first of them."""
-        if hits:
-            experts = list(hits)
-            hits.clear()
-            return experts
-        assert loading, "some slot is free, or could be"
-        experts = [self._finish_load(layer, loading)]
+        """Take all residents and the loads that have ended; waits for the first of these where nothing else is
+        there.
+        """
+        experts = list(hits)
+        hits.clear()
+        if not experts:
+            assert loading, "some slot is free, or could be"
+            experts.append(self._finish_load(layer, loading))
         while loading and self._store.is_done(loading[0].ticket):
             experts.append(self._finish_load(layer, loading))
         return experts
@@ -154,8 +173,11 @@ class Slots:
                 break
         if not experts:
             assert hits, "every slot is held by an expert that comes later"
-            expert, later = hits.pop(), deque[int]()
-            self._evict_into_free(int(self._key_to_slot[layer * self._num_experts + expert]))
+            held = [int(self._key_to_slot[layer * self._num_experts + expert]) for expert in hits]
+            last = max(at for at, slot in enumerate(held) if not self._is_pinned[slot])
+            expert, later = hits[last], deque[int]()
+            del hits[last]
+            self._evict_into_free(held[last])
             while misses and misses[-1] > expert:
                 later.appendleft(misses.pop())
             misses.append(expert)
@@ -165,6 +187,17 @@ class Slots:
     @property
     def num_slots(self) -> int:
         return self._limit
+
+    def pin(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Read these experts of a layer and keep them for good: nothing evicts, lends or shrinks them away.
+
+        For an empty pool, so that they lie in its first slots. Blocks.
+
+        Raises: ReadError.
+        """
+        for some, _ in self.fetch(layer, ids, np.zeros(len(ids), np.int32), in_order=True):
+            slots = self._key_to_slot[layer * self._num_experts + some.astype(np.int64)]
+            self._is_pinned[slots] = self._in_use[slots] = True
 
     def resize(self, num_slots: int) -> None:
         """Grow or shrink the pool between tokens. Experts beyond the new size are given up and their memory
@@ -181,22 +214,28 @@ class Slots:
             self._starts = np.append(self._starts, first + np.arange(missing) * self.slot_nbytes)
             self._slot_to_key = np.append(self._slot_to_key, np.full(missing, _FREE))
             self._in_use = np.append(self._in_use, np.zeros(missing, bool))
+            self._is_pinned = np.append(self._is_pinned, np.zeros(missing, bool))
         self._give_back(num_slots)
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if self._slot_to_key[slot] == _FREE]
         self._limit = num_slots
 
     def lend(self, nbytes: int) -> None:
-        """Give up experts worth `nbytes` and hand their memory back to the system until later loads."""
+        """Give up experts worth `nbytes`, pinned ones excepted, and hand their memory back to the system until
+        later loads.
+        """
         if self._fetch is not None:
             self._recover()
-        self._give_back(self._limit - min(self._limit, -(-nbytes // self.slot_nbytes)))
+        num_slots = -(-nbytes // self.slot_nbytes)
+        self._give_back(max(int(self._is_pinned.sum()), self._limit - num_slots))
         self._free.sort(reverse=True)  # fill the slots that still have memory first
 
     def _give_back(self, first: int) -> None:
         """Give up what slots from `first` on hold, and their memory."""
         for slot in range(first, len(self._starts)):
             if self._slot_to_key[slot] != _FREE:
-                assert not self._in_use[slot], "no layer is running"
+                assert not self._in_use[slot], (
+                    "no layer is running, and pinned experts lie in the first slots"
+                )
                 self._evict_into_free(slot)
         page, slot = mmap.PAGESIZE, 0
         for segment in self._segments:
@@ -206,8 +245,9 @@ class Slots:
                 segment.madvise(_GIVE_BACK, start, len(segment) - start)
             slot += len(segment) // self.slot_nbytes
 
-    def _start_loads(self, layer: int, waiting: deque[int], loading: deque[_Load]) -> None:
-        room = min(len(waiting), _MAX_IN_FLIGHT - len(loading))
+    def _start_loads(self, layer: int, waiting: deque[int], loading: deque[_Load], most: int) -> None:
+        """Start what fits into `most` loads in flight, and into the slots that can be had."""
+        room = min(len(waiting), most - len(loading))
         if room <= 0:
             return
         slots = self._take_slots(layer, room)
@@ -217,9 +257,10 @@ class Slots:
         keys = layer * self._num_experts + np.array(experts)
         addresses = self._starts[slots][:, None] + self._part_starts
         self._in_use[slots] = True
-        shards, offsets, nbytes = self._places
-        nbytes = np.broadcast_to(nbytes, addresses.shape)
-        tickets = self._store.submit_groups(shards[keys], offsets[keys], nbytes, addresses)
+        shards, offsets, _ = self._places
+        tickets = self._store.submit_groups(
+            shards[keys], offsets[keys], self._group_nbytes[: len(keys)], addresses
+        )
         loading.extend(_Load(*load) for load in zip(tickets, experts, slots, strict=True))
 
     def _finish_load(self, layer: int, loading: deque[_Load]) -> int:
@@ -227,48 +268,49 @@ class Slots:
         load = loading[0]
         self._store.wait(load.ticket)
         loading.popleft()
-        self._admit(layer, load)
+        self._admit(layer, [load])
         return load.expert
 
     def _recover(self) -> None:
         """End what is in flight, and make everything agree with `slot_to_key`."""
         self._store.drain()
-        self._in_use[:] = False
+        self._in_use[:] = self._is_pinned
         resident = np.flatnonzero(self._slot_to_key != _FREE)
         self._key_to_slot[:] = _FREE
         self._key_to_slot[self._slot_to_key[resident]] = resident
         self._free = [int(s) for s in np.flatnonzero(self._slot_to_key[: self._limit] == _FREE)[::-1]]
         self._fetch = None
 
-    def _admit(self, layer: int, load: _Load) -> None:
-        key = layer * self._num_experts + load.expert
-        self._addresses[key] = (
-            self._starts[load.slot] + self._part_starts + self._places.offsets[key] % PAGE_NBYTES
-        )
-        self._slot_to_key[load.slot] = key  # from here on it is resident
-        self._key_to_slot[key] = load.slot
+    def _admit(self, layer: int, loads: Sequence[_Load]) -> list[int]:
+        """Make experts resident whose bytes are there; return their slots."""
+        slots = [load.slot for load in loads]
+        keys = [layer * self._num_experts + load.expert for load in loads]
+        self._slot_to_key[slots] = keys  # from here on they are resident
+        self._key_to_slot[keys] = slots
+        return slots
 
     def _take_slots(self, layer: int, count: int) -> list[int]:
         """Return up to `count` slots to fill: free ones, then those of the experts wanted latest."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         missing = count - len(taken)
         if missing:
-            candidates = np.flatnonzero(~self._in_use & (self._slot_to_key != _FREE))
-            if missing < len(candidates):
-                rank = self._policy.rank(layer, self._slot_to_key[candidates])
-                candidates = candidates[np.argpartition(-rank, missing - 1)[:missing]]
-            for slot in candidates:
-                self._evict(int(slot))
-                taken.append(int(slot))
+            rank = self._policy.rank(layer, self._slot_to_key)
+            rank[self._in_use] = NEVER
+            latest = (
+                np.argpartition(rank, -missing)[-missing:] if missing < len(rank) else np.arange(len(rank))
+            )
+            latest = latest[rank[latest] > NEVER]
+            self._evict(latest)
+            taken += latest.tolist()
         return taken
 
-    def _evict(self, slot: int) -> None:
-        self._key_to_slot[self._slot_to_key[slot]] = _FREE
-        self._slot_to_key[slot] = _FREE
-        self.evictions += 1
+    def _evict(self, slots: NDArray[np.int64]) -> None:
+        self._key_to_slot[self._slot_to_key[slots]] = _FREE
+        self._slot_to_key[slots] = _FREE
+        self.evictions += len(slots)
 
     def _evict_into_free(self, slot: int) -> None:
-        self._evict(slot)
+        self._evict(np.array([slot]))
         self._in_use[slot] = False
         self._free.append(slot)
 

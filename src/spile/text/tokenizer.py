@@ -152,6 +152,16 @@ class Tokenizer:
         return self._known().eos_ids
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that have no text in an answer. Loads on the first use."""
+        return self._known().special_ids
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether an entry's bytes are the same whatever stands beside it. Loads on the first use."""
+        return self._known().offsets is not None
+
+    @property
     def bos_id(self) -> int | None:
         """The token that every text begins with, if there is one. Loads on the first use."""
         bos_ids = self._known().bos_ids

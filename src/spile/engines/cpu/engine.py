@@ -15,65 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
+from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import MapleModel
 from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
+from spile.engines.cpu.decoder import make_decoder
+from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
+from spile.engines.cpu.state import CpuState
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError
 from spile.machine import memory_limit_bytes, physical_cores
 from spile.residency.experts import ExpertTable
+from spile.residency.kv import kv_format, kv_nbytes
 from spile.residency.mapped import MappedExperts, Touch
-from spile.residency.plan import BLOCK_POSITIONS, make_plan, ring_blocks
+from spile.residency.plan import make_plan
 from spile.residency.policy import Policy
+from spile.residency.selection import Selection
 from spile.residency.slots import Slots
-from spile.residency.store import Store
+from spile.residency.store import ShardWatch, Store
 from spile.sizes import format_size
-
-
-class CpuState:
-    """The keys and values of one sequence.
-
-    Full-attention layers keep every position, sliding ones only a ring of them: what position p wrote is
-    overwritten by p + ring. `written` is one past the highest position that was ever stored, also by a chunk
-    that was interrupted; it does not go back with a rewind, so what was overwritten is never taken for whole.
-    """
-
-    def __init__(self, cache: _core.KvCache, *, window: int | None, max_chunk: int) -> None:
-        """`window` is None where no layer slides; `max_chunk` is the decoder's."""
-        self.cache: _core.KvCache | None = cache
-        self.written = 0
-        self._window = window
-        self._ring = ring_blocks(window or 1, max_chunk) * BLOCK_POSITIONS
-
-    @property
-    def position(self) -> int:
-        return 0 if self.cache is None else self.cache.position
-
-    def can_rewind(self, position: int) -> bool:
-        if self.cache is None or not 0 <= position <= self.position:
-            return False
-        if position in (0, self.position) or self._window is None:
-            return True
-        oldest = max(0, position - self._window + 1)  # that the next token sees
-        return oldest + self._ring >= self.written
-
-    def rewind(self, position: int) -> None:
-        assert self.can_rewind(position), f"cannot go back from {self.position} to {position}"
-        assert self.cache is not None, "the state was closed"
-        self.cache.position = position
-        if position == 0:
-            self.written = 0
-
-    def close(self) -> None:
-        self.cache = None
 
 
 class CpuEngine:
     """Maple, ready to run. One thread at a time may use it."""
 
     name = "cpu"
-    exact = True
 
     def __init__(self, model: MapleModel, options: EngineOptions) -> None:
         """Plan, open files, read what stays resident.
@@ -92,8 +59,15 @@ class CpuEngine:
         self._threads = options.threads or physical_cores()
         table = ExpertTable(model)
         plan = make_plan(model, table, options)
-        self.plan, self._kv_bits = plan, options.kv_bits
+        self.plan, self.kv_format, self._options = plan, kv_format(config, options), options
+        self.exact = options.reselect_every == 1 and not options.flash_head
+        self._num_active = options.num_active(config.num_experts_per_tok) or config.num_experts
         self.context, self.prefill_chunk = plan.context, plan.prefill_chunk
+        self._state_identity = {
+            "kv_bits": self.kv_format.key_bits,
+            "kv_v_bits": self.kv_format.value_bits,
+            "activation_bytes": options.activation_bytes,
+        }
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
         self.on_decode_route: Callable[[NDArray[np.int32]], None] | None = None
         self._closed = False
@@ -101,6 +75,8 @@ class CpuEngine:
         self._store: Store | None = None
         self._rows: EmbeddingRows | None = None
         self._rows_store: Store | None = None
+        self._flash_store: Store | None = None
+        self._watch = ShardWatch(model.checkpoint.shards)
         try:
             self._weights = Weights(model, is_mapped=plan.is_mapped)
             self._decoder = self._make_decoder(model, options.activation_bytes)
@@ -113,13 +89,17 @@ class CpuEngine:
                     for part in ("weight", "scales", "biases")
                 )
                 self._table = codes, scales, biases
-                self._head = Head(model, None, config.vocab_size, self._weights)
+                self._head = self._open_head(model, None)
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
                 self._store.read_cached = self._decoder.read_cached
                 self._policy = Policy(table.num_layers, table.num_experts)
                 self.experts = Slots(table, self._store, self._policy, plan.num_slots)
-                self._head = Head(model, self._store, plan.num_head_rows, self._weights)
+                shared = np.arange(options.shared_experts, dtype=np.int32)
+                for layer in range(table.num_layers):
+                    if len(shared) and table.is_moe(layer):
+                        self.experts.pin(layer, shared)
+                self._head = self._open_head(model, self._store)
                 # Rows are far smaller than a page: they are read through the page cache in any case.
                 self._rows_store = Store(model.checkpoint.shards, direct=False)
                 self._rows = EmbeddingRows(model, self._rows_store)
@@ -136,9 +116,20 @@ class CpuEngine:
         return self.experts.num_resident * self._expert_nbytes
 
     @property
+    def kv_room_nbytes(self) -> int:
+        return self.plan.parts.kv
+
+    def kv_nbytes(self, num_tokens: int) -> int:
+        return kv_nbytes(self._config, num_tokens, min(self.prefill_chunk, self.context), self.kv_format)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What did not go as asked, one line each."""
         notes = []
+        if not self.exact:
+            notes.append(self._approximation)
+        if isinstance(self._head, ClusteredHead) and self._head.note is not None:
+            notes.append(self._head.note)
         if self._store is not None and self._store.note is not None:
             notes.append(self._store.note)
         limit, budget = memory_limit_bytes(), self.plan.budget_nbytes
@@ -149,11 +140,42 @@ class CpuEngine:
             )
         return tuple(notes)
 
+    @property
+    def _approximation(self) -> str:
+        """What is not the model's own answer, in a few words."""
+        reasons = []
+        every = self._options.reselect_every
+        if every != 1:
+            when = f"every {every} tokens" if every else "after the prompt only"
+            reasons.append(
+                f"routers choose from {self._num_active} experts a layer, selected {when} "
+                f"(reselect_every {every})"
+            )
+        if isinstance(self._head, ClusteredHead):
+            reasons.append(self._head.approximation)
+        return f"approximate: {' and '.join(reasons)}"
+
     def new_state(self) -> CpuState:
         config, plan = self._config, self.plan
         window = min(config.sliding_window, plan.context) if any(config.layer_is_sliding) else None
         max_chunk = min(plan.prefill_chunk, plan.context)
-        return CpuState(self._decoder.new_cache(), window=window, max_chunk=max_chunk)
+        selection = None
+        if self._options.reselect_every != 1:
+            selection = Selection(
+                config.num_hidden_layers,
+                config.num_experts,
+                num_active=self._num_active,
+                num_shared=self._options.shared_experts,
+                every=self._options.reselect_every,
+            )
+        return CpuState(
+            self._decoder.new_cache(),
+            window=window,
+            max_chunk=max_chunk,
+            layer_is_sliding=config.layer_is_sliding,
+            selection=selection,
+            identity=self._state_identity,
+        )
 
     def prefill(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
@@ -161,18 +183,27 @@ class CpuEngine:
         """Append T tokens, a chunk at a time; return the logits [V] after the last, valid until the next
         call.
         """
-        return self._run(state, token_ids, self._logits, on_progress).reshape(-1)
+        return self._read(state, token_ids, self._logits, on_progress).reshape(-1)
+
+    def read(
+        self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Append T tokens whose logits nobody wants: the head is not computed, nor read where it is streamed."""
+        self._read(state, token_ids, self._logits[:0], on_progress)
 
     def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
-        return self._run(state, [token_id], self._logits, None).reshape(-1)
+        assert isinstance(state, CpuState), "a state of this engine"
+        if state.selection is not None:
+            state.selection.begin_token()
+        return self._append(state, [token_id], self._logits, None).reshape(-1)
 
     def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
         out = np.empty((len(token_ids), self.vocab_size), np.float32)
-        return self._run(state, token_ids, out, None)
+        return self._read(state, token_ids, out, None)
 
     def counters(self) -> Counters:
         nbytes, reads, seconds, stall = 0, 0, 0.0, 0.0
-        for store in (self._store, self._rows_store):
+        for store in (self._store, self._rows_store, self._flash_store):
             if store is not None:
                 more = store.counters()
                 nbytes, reads, seconds = nbytes + more[0], reads + more[1], seconds + more[2]
@@ -218,10 +249,14 @@ class CpuEngine:
             experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
             if plan.num_head_rows < self.vocab_size:
                 experts += f", {1 - plan.num_head_rows / self.vocab_size:.0%} of the head streamed"
+            if self._options.shared_experts:
+                experts += f", the first {self._options.shared_experts} of each layer pinned"
+        if not self.exact:
+            experts += f", {self._approximation}"
         budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
         plural = "" if self._threads == 1 else "s"
         return (
-            f"{budget}{experts}, KV {'FP16' if self._kv_bits == 16 else 'float32'}, "
+            f"{budget}{experts}, KV {self.kv_format.describe(self._config)}, "
             f"context {self.context:,}, prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, "
             f"{self._isa}"
         )
@@ -232,20 +267,33 @@ class CpuEngine:
         self._closed = True
         if self._touch is not None:
             self._touch.close()
-        for store in (self._store, self._rows_store):
+        for store in (self._store, self._rows_store, self._flash_store):
             if store is not None:
                 store.close()
+        self._watch.close()
 
-    def _run(
+    def _read(
         self,
         state: State,
         token_ids: Sequence[int],
         out: NDArray[np.float32],
         on_progress: Callable[[int, int], None] | None,
     ) -> NDArray[np.float32]:
+        """Append tokens that were given, with every expert there to choose from."""
+        assert isinstance(state, CpuState), "a state of this engine"
+        if state.selection is not None:
+            state.selection.begin_prompt()
+        return self._append(state, token_ids, out, on_progress)
+
+    def _append(
+        self,
+        state: CpuState,
+        token_ids: Sequence[int],
+        out: NDArray[np.float32],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> NDArray[np.float32]:
         """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them."""
         assert not self._closed, "the engine was closed"
-        assert isinstance(state, CpuState), "a state of this engine"
         assert state.cache is not None, "the state was closed"
         total, num_logits, chunk = len(token_ids), len(out), self.plan.prefill_chunk
         assert total > 0, "no tokens"
@@ -254,11 +302,11 @@ class CpuEngine:
                 f"{state.position + total:,} tokens do not fit the context of {self.context:,}",
                 "Give a larger --context, or a shorter prompt.",
             )
-        self._weights.check()
         for start in range(0, total, chunk):
+            self._watch.check()
             end = min(total, start + chunk)
             state.written = max(state.written, state.position + end - start)
-            self._run_layers(state.cache, token_ids[start:end], on_progress, start, total)
+            self._run_layers(state, token_ids[start:end], on_progress, start, total)
             first_wanted = max(start, total - num_logits)
             if first_wanted < end:
                 at = first_wanted - (total - num_logits)
@@ -269,14 +317,15 @@ class CpuEngine:
 
     def _run_layers(
         self,
-        cache: _core.KvCache,
+        state: CpuState,
         token_ids: Sequence[int],
         on_progress: Callable[[int, int], None] | None,
         done: int,
         total: int,
     ) -> None:
         decoder, ids, counts, T = self._decoder, self._ids, self._counts, len(token_ids)
-        num_layers = self._config.num_hidden_layers
+        num_layers, selection = self._config.num_hidden_layers, state.selection
+        assert state.cache is not None, "the state was closed"
         if self._rows is None:
             decoder.begin(*self._table, np.array(token_ids, np.int64))
         else:
@@ -285,11 +334,15 @@ class CpuEngine:
             decoder.begin(*addresses, np.arange(T, dtype=np.int64))
             self._policy.step(T)
         for layer in range(num_layers):
-            decoder.attend(cache, layer)
+            decoder.attend(state.cache, layer)
             if not self._config.is_moe(layer):
                 decoder.dense(layer)
             else:
-                num = decoder.route(layer, ids, counts)
+                if selection is None:
+                    num = decoder.route(layer, ids, counts)
+                else:
+                    num = decoder.route(layer, ids, counts, selection.allowed(layer))
+                    selection.choose(layer, ids[:num], counts[:num])
                 if T == 1 and self.on_decode_route is not None:
                     self.on_decode_route(ids[:num].copy())
                 batches = self.experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
@@ -300,31 +353,29 @@ class CpuEngine:
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
 
+    def _open_head(self, model: MapleModel, store: Store | None) -> Head | ClusteredHead:
+        num_rows = self.plan.num_head_rows
+        if not self._options.flash_head:
+            return Head(model, store, num_rows, self._weights)
+        config = model.config
+        flash = open_flash_head(
+            model.checkpoint, vocab_size=config.vocab_size, hidden_size=config.hidden_size
+        )
+        if store is not None:
+            self._flash_store = Store(flash.shards, direct=False)
+            self._flash_store.read_cached = self._decoder.read_cached
+        return ClusteredHead(model, flash, num_rows, self._weights, store=store, rows_store=self._flash_store)
+
     def _make_decoder(self, model: MapleModel, activation_bytes: int) -> _core.Decoder:
         config, plan = model.config, self.plan
-        decoder = _core.Decoder(
-            {
-                "hidden_size": config.hidden_size,
-                "num_layers": config.num_hidden_layers,
-                "num_heads": config.num_attention_heads,
-                "num_kv_heads": config.num_key_value_heads,
-                "head_dim": config.head_dim,
-                "num_experts": config.num_experts,
-                "num_chosen": config.num_experts_per_tok,
-                "expert_size": config.moe_intermediate_size,
-                "dense_size": config.intermediate_size,
-                "rope_dims": config.rope_dims,
-                "vocab_size": config.vocab_size,
-                "window": min(config.sliding_window, plan.context),
-                "rms_norm_eps": config.rms_norm_eps,
-                "rope_theta": config.rope_theta,
-                "half_cache": self._kv_bits == 16,
-                "max_chunk": min(plan.prefill_chunk, plan.context),
-                "activation_bytes": activation_bytes,
-                "sliding": list(config.layer_is_sliding),
-            },
+        decoder = make_decoder(
+            config,
             self._isa,
             self._threads,
+            context=plan.context,
+            max_chunk=plan.prefill_chunk,
+            kv=self.kv_format,
+            activation_bytes=activation_bytes,
         )
         for layer in range(config.num_hidden_layers):
             decoder.set_layer(layer, self._weights.layer(layer))

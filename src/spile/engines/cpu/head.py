@@ -49,7 +49,8 @@ class Head:
             rooms = [Store.room(extent) for extent in self._extents(0, HEAD_PIECE_ROWS)]
             self._starts = np.cumsum([0, *(room + 4096 for room in rooms)])
             num_pieces = HEAD_RING_PIECES if num_resident < self._num_rows else 0
-            self._ring = [aligned_buffer(int(self._starts[-1])) for _ in range(num_pieces)]
+            ring = aligned_buffer(num_pieces * int(self._starts[-1]))  # one: small ones get no huge pages
+            self._ring = list(ring.reshape(num_pieces, -1)) if num_pieces else []
 
     def logits(self, decoder: _core.Decoder, out: NDArray[np.float32]) -> None:
         """Fill out [num, V] with the logits of the tokens that `decoder.finish` made ready. Touches disk

@@ -51,15 +51,6 @@ class Weights:
         """Address and bytes of each mapped shard."""
         return [(address, len(m)) for address, m in zip(self.shard_addresses, self._maps, strict=True)]
 
-    def check(self) -> None:
-        """Look whether the mapped shards are as long as they were. Cost: a system call each.
-
-        Raises: ReadError where one became shorter: to touch a page that it lost would kill the process.
-        """
-        for path, mapping in zip(self._model.checkpoint.shards, self._maps, strict=False):
-            if mapping.size() < len(mapping):
-                raise ReadError.at(path, 0, len(mapping), mapping.size(), "it became shorter while in use")
-
     def layer(self, layer: int) -> dict[str, int]:
         """Return the addresses of one layer, by the names that `Decoder.set_layer` takes. Touches disk."""
         prefix = f"model.layers.{layer}"
@@ -133,7 +124,9 @@ class EmbeddingRows:
             for tensor, nbytes in zip(self._tables, self._row_nbytes, strict=True)
             for token in token_ids
         ]
-        rows = self._store.read(extents)
         T = len(token_ids)
+        rows = self._store.read_if_cached(extents) if T == 1 else None
+        if rows is None:
+            rows = self._store.read(extents)
         codes, scales, biases = (np.stack(rows[part * T : (part + 1) * T]) for part in range(3))
         return codes, scales, biases

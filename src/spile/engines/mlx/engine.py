@@ -1,0 +1,258 @@
+"""Turns token ids into logits with a model of mlx-lm's, its experts streamed through a pool of slots.
+
+It decides the order of work: a prompt in chunks that end at fixed positions, its last token alone, then a
+token at a time, each evaluated before the next is asked for. (mlx-lm's own loop runs one token ahead, which a
+streamed model pays for twice.) It does not know an architecture, nor who sits in which slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from spile.architectures import find_model_type
+from spile.engines import EngineOptions
+from spile.engines.base import Counters, State
+from spile.engines.mlx import adapter
+from spile.engines.mlx.plan import MlxPlan
+from spile.engines.mlx.state import MlxState
+from spile.engines.mlx.streaming import Streaming
+from spile.errors import ContextError, OptionError, UnsupportedModelError
+from spile.files.checkpoint import Checkpoint
+
+
+class MlxEngine:
+    """A model of mlx-lm's, ready to run. One thread at a time may use it."""
+
+    name = "mlx"
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, *, vocab_size: int, longest: int, num_chosen: int = 0
+    ) -> None:  # fmt: skip
+        """Build the model, plan, open files, read what stays resident. `longest` is the most tokens that the
+        model was made for; `num_chosen` the experts that a token takes, 0 where nobody knows.
+
+        Raises: BudgetError, OptionError, UnsupportedModelError, CheckpointError.
+        """
+        is_maple = find_model_type(checkpoint.config) == "maple"
+        _check_options(options, is_maple=is_maple)
+        self.vocab_size, self._options = vocab_size, options
+        self.exact = not options.flash_head
+        self._approximation: str | None = None
+        self._closed = False
+        self._model = adapter.load_lazily(checkpoint)
+        if options.activation_bytes == 3:
+            self._model.model.activation_dtype = mx.float32
+        if options.flash_head:
+            self._approximation = use_clustered_head(self._model, checkpoint, vocab_size)
+        self._check_caches()
+        self._streaming = Streaming(self._model, checkpoint, options, longest=longest, num_chosen=num_chosen)
+        self.context, self.prefill_chunk = self.plan.context, self.plan.prefill_chunk
+
+    @property
+    def plan(self) -> MlxPlan:
+        return self._streaming.plan
+
+    @property
+    def resident_expert_bytes(self) -> int:
+        return self._streaming.resident_expert_bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What did not go as asked, one line each."""
+        notes = [] if self._approximation is None else [self._approximation]
+        if not self.plan.num_experts:
+            notes.append("this model has no experts: all of it is resident, nothing is streamed")
+        if self._options.threads is not None:
+            notes.append("threads does nothing on the mlx engine: MLX has threads of its own")
+        if self._options.kv_bits != 16:
+            kept = sorted({type(cache).__name__ for cache in self._new_caches()} - {"QuantizedKVCache"})
+            if kept:
+                notes.append(
+                    f"kv_bits {self._options.kv_bits}: layers with a {' or '.join(kept)} keep 16 bits"
+                )
+        return tuple(notes)
+
+    @property
+    def kv_room_nbytes(self) -> int:
+        """Bytes that the plan keeps for the keys and values of all states."""
+        return self.plan.parts.kv
+
+    def kv_nbytes(self, num_tokens: int) -> int:
+        """Bytes of one state's caches with so many tokens."""
+        return self.plan.caches.nbytes(num_tokens, self.prefill_chunk)
+
+    def new_state(self) -> MlxState:
+        return MlxState(self._new_caches)
+
+    def prefill(
+        self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Append T tokens, the last in a pass of its own, as mlx-lm does: only there the head is computed.
+        Returns the logits [V] after it.
+        """
+        total = len(token_ids)
+        if total > 1:
+            self.read(state, token_ids[:-1], on_progress and (lambda done, _: on_progress(done, total)))
+        logits = self.decode(state, token_ids[-1])
+        if on_progress is not None and total > 1:
+            on_progress(total, total)
+        return logits
+
+    def read(
+        self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Append T tokens whose logits nobody wants: the beginning of a prompt.
+
+        Chunks end at multiples of the chunk, wherever a prompt begins: the same tokens, the same kernels.
+        """
+        assert isinstance(state, MlxState), "a state of this engine"
+        self._begin(state, len(token_ids))
+        done, total = 0, len(token_ids)
+        while done < total:
+            size = min(self.prefill_chunk - state.position % self.prefill_chunk, total - done)
+            self._forward(state, token_ids[done : done + size])
+            mx.eval([cache.state for cache in state.caches])
+            done += size
+            if on_progress is not None:
+                on_progress(done, total)
+
+    def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
+        assert isinstance(state, MlxState), "a state of this engine"
+        self._begin(state, 1)
+        logits: NDArray[np.float32] = self._numpy(self._forward(state, [token_id])[0], state)[0]
+        return logits
+
+    def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Append T tokens; return the logits after each, [T, V], as their chunks give them."""
+        assert isinstance(state, MlxState), "a state of this engine"
+        self._begin(state, len(token_ids))
+        out = np.empty((len(token_ids), self.vocab_size), np.float32)
+        done = 0
+        while done < len(token_ids):
+            size = min(self.prefill_chunk - state.position % self.prefill_chunk, len(token_ids) - done)
+            logits = self._forward(state, token_ids[done : done + size])
+            out[done : done + size] = self._numpy(logits[0], state)
+            done += size
+        return out
+
+    def counters(self) -> Counters:
+        return self._streaming.counters()
+
+    def resize(self, memory_bytes: int) -> None:
+        self._streaming.resize(memory_bytes)
+
+    def lend(self, nbytes: int) -> None:
+        """Shrink the pool until the next token."""
+        self._streaming.lend(nbytes)
+
+    def summary(self) -> str:
+        keys = "FP16" if self._options.kv_bits == 16 else f"{self._options.kv_bits} bits"
+        more = f", {self._approximation}" if self._approximation else ""
+        return (
+            f"{self._streaming.summary()}, KV {keys}, context {self.context:,}, prefill chunk "
+            f"{self.prefill_chunk}, mlx {_device()}{more}"
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._streaming.close()
+        self._model = None
+
+    def _begin(self, state: MlxState, num_tokens: int) -> None:
+        assert not self._closed, "the engine was closed"
+        assert state.caches, "the state was closed"
+        assert num_tokens > 0, "no tokens"
+        if state.position + num_tokens > self.context:
+            raise ContextError(
+                f"{state.position + num_tokens:,} tokens do not fit the context of {self.context:,}",
+                "Give a larger --context, or a shorter prompt.",
+            )
+        self._streaming.take_back()
+
+    def _forward(self, state: MlxState, token_ids: Sequence[int]) -> Any:
+        try:
+            logits = self._model(mx.array([list(token_ids)]), cache=state.caches)
+        except BaseException:
+            state.spoil()
+            raise
+        state.advance(len(token_ids))
+        return logits
+
+    def _numpy(self, logits: Any, state: MlxState) -> NDArray[np.float32]:
+        """Evaluate logits [T, ...] and the caches; return [T, V]."""
+        logits = logits.astype(mx.float32)
+        mx.eval(logits, [cache.state for cache in state.caches])
+        if logits.shape[-1] < self.vocab_size:
+            raise UnsupportedModelError(
+                f"config.json says vocab_size {self.vocab_size:,} and the model gives {logits.shape[-1]:,} logits"
+            )
+        array: NDArray[np.float32] = np.array(logits)
+        return array[:, : self.vocab_size]
+
+    def _new_caches(self) -> list[Any]:
+        return adapter.make_cache(self._model, self._options.kv_bits)
+
+    def _check_caches(self) -> None:
+        """Let a pass without data find out whether the model takes quantized keys and values."""
+        if self._options.kv_bits == 16:
+            return
+        try:
+            self._model(mx.zeros((1, 2), mx.int32), cache=self._new_caches())
+        except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+            raise OptionError(
+                f"kv_bits is {self._options.kv_bits}, and mlx-lm's model of this architecture takes 16 only: "
+                f"{' '.join(str(error).split())}",
+                "Leave out --kv-bits.",
+            ) from error
+
+
+def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
+    """Refuse what this engine cannot follow.
+
+    Raises: OptionError.
+    """
+    if options.reselect_every != 1:
+        raise OptionError(
+            f"reselect_every is {options.reselect_every}: the mlx engine always chooses from all experts",
+            "Leave it out, or use --engine cpu with a Maple.",
+        )
+    if not is_maple and options.activation_bytes != 2:
+        raise OptionError(f"activation_bytes is {options.activation_bytes}: only a Maple has the choice")
+    if not is_maple and options.flash_head:
+        raise OptionError("flash_head is asked for: only a Maple has a clustered head")
+    if options.io not in ("auto", "buffered"):
+        raise OptionError(f"io is {options.io!r}: the mlx engine reads buffered", "Leave out --io.")
+    if options.kv_bits == 32:
+        raise OptionError(
+            "kv_bits is 32: the mlx engine keeps keys and values as the model computes them (16)"
+        )
+    if options.kv_v_bits not in (None, options.kv_bits):
+        raise OptionError(
+            f"kv_bits is {options.kv_bits} and kv_v_bits {options.kv_v_bits}: the mlx engine keeps keys and values "
+            f"at the same bits"
+        )
+
+
+def use_clustered_head(model: Any, checkpoint: Checkpoint, vocab_size: int) -> str:
+    """Give a Maple its clustered head; return what that changes, in a few words.
+
+    Raises: UnsupportedModelError where the checkpoint has none.
+    """
+    from spile.architectures.flash_head import open_flash_head
+    from spile.engines.mlx.flash_head import use_flash_head
+
+    hidden_size = int(checkpoint.config["hidden_size"])
+    flash = open_flash_head(checkpoint, vocab_size=vocab_size, hidden_size=hidden_size)
+    use_flash_head(model, flash)
+    return f"approximate: {flash.approximation}"
+
+
+def _device() -> str:
+    return "GPU" if mx.default_device() == mx.Device(mx.gpu) else "CPU"

@@ -1,0 +1,76 @@
+"""Turns a request into the answers that it asks for, each a stream of the model that has not begun.
+
+It does not know whose turn it is, nor what becomes of the answers. Runs on the model's thread: prompts are encoded
+and checked here, so that whatever is wrong with a request is found before any work on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spile.model import EncodedPrompt, Model
+from spile.server.constrain import make_constraint
+from spile.server.errors import RequestError
+from spile.server.tasks import Choice, Task
+from spile.server.tools import END, takes_tools
+
+OnPrefill = Callable[[Choice, int, int], None]  # the answer, tokens of its prompt done, and in all
+
+
+def make_choices(task: Task, model: Model, defaults: Mapping[str, Any], on_prefill: OnPrefill) -> None:
+    """Fill `task.choices`; `defaults` are sampling fields for requests that leave them out.
+
+    Raises: SpileError for what the request cannot have.
+    """
+    request = task.request
+    if request.kind == "chat" and model.chat_template is None:
+        raise RequestError(
+            "this model has no chat template: use /v1/completions, or start the server with --chat-template",
+            param="messages",
+            code="no_chat_template",
+        )
+    if request.tools and not takes_tools(model.chat_template):
+        raise RequestError(
+            "this model's chat template takes no tools", param="tools", code="unsupported_parameter"
+        )
+    for prompt_index, prompt in enumerate(request.prompts):
+        encoded = model.encoded(
+            prompt,
+            raw=request.kind == "completion",
+            tools=request.tools,
+            template_arguments=request.template_arguments,
+        )
+        for index in range(request.n):
+            choice = _make_choice(task, model, encoded, (prompt_index, index), defaults, on_prefill)
+            task.choices.append(choice)
+
+
+def _make_choice(
+    task: Task,
+    model: Model,
+    encoded: EncodedPrompt,
+    place: tuple[int, int],
+    defaults: Mapping[str, Any],
+    on_prefill: OnPrefill,
+) -> Choice:
+    """Make one answer; `place` is its prompt's index and its own among that prompt's."""
+    request, (prompt_index, index) = task.request, place
+    choice: Choice
+
+    def note(done: int, total: int) -> None:
+        on_prefill(choice, done, total)
+
+    sampling = {**defaults, **request.choice_sampling(index)}
+    if request.tools and request.one_call:
+        given = sampling.get("stop", ())
+        sampling["stop"] = [*([given] if isinstance(given, str) else given), END]
+    stream = model.stream(
+        encoded,
+        pauses=True,
+        on_prefill=note,
+        constraint=make_constraint(request, model, begins_inside=encoded.begins_inside),
+        **sampling,
+    )
+    choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream)
+    return choice

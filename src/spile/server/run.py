@@ -1,0 +1,120 @@
+"""Turns a model that can be loaded into a server that runs until it is told to stop.
+
+The port opens first, then the model is loaded, so that whoever waits for it can ask /health. What the server and
+its requests take in memory is made or set aside before the engine plans what is left of a budget.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spile.errors import SpileError
+from spile.server import constrain
+from spile.server.app import ServerOptions, Service
+from spile.server.listen import Server
+from spile.server.log import Log
+from spile.server.worker import Worker
+
+if TYPE_CHECKING:
+    from spile.model import Model
+
+# Of a budget, for requests: bodies, prompts' ids, samplers' scratch (1.8 MB for a vocabulary of 151,936), frames
+# on their way to clients, threads' stacks.
+_REQUEST_NBYTES = 3_000_000
+_SERVER_NBYTES = 4_000_000
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a server's model becomes ready. `open` makes the model; `has_budget`: its memory has a bound."""
+
+    open: Callable[[], Model]
+    has_budget: bool
+    parallel: int
+
+    def __call__(self) -> Model:
+        """Return a model that is ready to run."""
+        model = self.open()
+        try:
+            _warm(model)
+            reserve = None
+            if self.has_budget:
+                reserve = bytearray(_SERVER_NBYTES + self.parallel * _REQUEST_NBYTES)
+                reserve[::4096] = b"\x01" * len(reserve[::4096])  # the plan sees pages that were written
+            model.open()
+            del reserve
+        except BaseException:
+            model.close()
+            raise
+        return model
+
+
+class Serving:
+    """One model on one port. `worker` and `server` are its two halves, a thread each."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        load: Callable[[], Model],
+        options: ServerOptions,
+        *,
+        parallel: int,
+        max_queue: int,
+        defaults: Mapping[str, Any],
+        log: Log | None = None,
+        on_ready: Callable[[Model], None] = lambda model: None,
+    ) -> None:
+        self._listener = listener
+        self.worker = Worker(
+            load,
+            parallel=parallel,
+            max_queue=max_queue,
+            has_budget=options.budget_bytes is not None,
+            defaults=defaults,
+            log=log,
+            on_ready=on_ready,
+            on_end=self._note_end,
+        )
+        self.server = Server(Service(self.worker, options).app(), on_stop=self.worker.stop)
+
+    def run(self) -> None:
+        """Serve until a signal, or `stop`, says to end.
+
+        Raises: what loading the model raises.
+        """
+        self.worker.start()
+        try:
+            self.server.run(sockets=[self._listener])
+        finally:
+            self.worker.stop()
+            self.worker.join(_STOP_SECONDS)
+        if self.worker.error is not None and self.worker.model is None:
+            raise self.worker.error
+
+    def stop(self) -> None:
+        """End as a signal would; from any thread."""
+        self.server.stop()
+
+    def _note_end(self) -> None:
+        """A model that never came ends the server; one that failed later leaves it there to say so."""
+        if self.worker.model is None:
+            self.server.should_exit = True
+
+
+def _warm(model: Model) -> None:
+    """Encode something, by text and by messages, so that what that imports and reads is in memory before the plan
+    is made.
+    """
+    if model.tokenizer is not None:
+        model.encode("warm", raw=True)
+        if model.chat_template is not None:
+            with suppress(SpileError):
+                model.encode([{"role": "user", "content": "warm"}])
+    preload = getattr(constrain, "preload", None)
+    if preload is not None:
+        preload(model)
