@@ -1,6 +1,7 @@
 import errno
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from spile.bench import Recorded, record_trace, replay_rows
 from spile.cli import run
 from spile.errors import CheckpointError, OptionError, WriteError
+from spile.files import hub
 
 
 def test_trace_is_recorded_saved_read_and_replayed(golden: Path, tmp_path: Path) -> None:
@@ -122,3 +124,85 @@ def test_plan_of_a_context_beyond_the_model_is_refused(
     folder = tiny_checkpoint(max_position_embeddings=256)
     assert run(["plan", str(folder), "--no-probe", "--context", "257"]) == 2
     assert "context is 257: this model can have at most 256 tokens" in capsys.readouterr().err
+
+
+def test_plan_shows_speeds_by_budget_and_their_ends(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_checkpoint()
+    assert run(["plan", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "smallest budget",
+        "everything is mapped",
+        "expected warm",
+        "cold tok/s",
+        "of the best speed",
+    ):
+        assert part in shown
+    assert run(["plan", str(folder), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["by_budget"][0] == answer["smallest"]
+    assert answer["by_budget"][-1]["is_mapped"]
+    assert answer["by_budget"][-1]["budget_nbytes"] == answer["mapped_nbytes"]
+    assert answer["forecast"]["first_token_seconds_warm"] > 0
+    assert answer["probe"]["resident_seconds"] > 0
+
+
+def test_plan_of_a_hub_model_reads_headers_alone(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    repository, cache = tiny_checkpoint(), tmp_path / "cache"
+
+    class FakeHub(hub.Hub):
+        def sizes(self, hub_id: str) -> dict[str, int]:
+            return {path.name: path.stat().st_size for path in repository.iterdir()}
+
+        def cached(self, hub_id: str, name: str) -> Path | None:
+            return None
+
+        def download(self, hub_id: str, names: Iterable[str]) -> Path:
+            cache.mkdir(exist_ok=True)
+            for name in names:
+                assert not name.endswith(".safetensors")
+                shutil.copyfile(repository / name, cache / name)
+            return cache
+
+        def read_range(self, hub_id: str, name: str, start: int, end: int) -> bytes:
+            return (repository / name).read_bytes()[start:end]
+
+        def cache_folder(self) -> Path:
+            return cache
+
+    monkeypatch.setattr(hub, "Hub", FakeHub)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert run(["plan", "org/tiny", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"] == "org/tiny"
+    assert answer["forecast"]["prefill_cold"] is None  # no file of the cache's disk to try
+    assert answer["forecast"]["decode_warm"] > 0
+    assert run(["plan", "org/tiny", "--memory", "1MB", "--no-probe"]) == 1
+    assert capsys.readouterr().err.startswith("error: org/tiny needs")
+
+
+def test_trace_of_a_model_serves_its_plan_and_speeds(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, model = str(tmp_path / "trace.npz"), str(golden / "mlx-2bit")
+    assert run(["bench", "trace", trace, "-m", model, "--tokens", "8"]) == 0
+    assert run(["plan", model, "--trace", trace, "--no-probe"]) == 0
+    assert run(["bench", "replay", trace, "-m", model]) == 0
+    assert "warm tok/s" in capsys.readouterr().out
+    assert run(["bench", "replay", trace, "-m", model, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["memory_nbytes"] for row in rows] == sorted(row["memory_nbytes"] for row in rows)
+    assert all(row["decode_warm"] > 0 for row in rows)
+    assert run(["plan", "--trace", trace, "--no-probe"]) == 2  # of the demo model, which it is not of
+    assert "is of another model: it has 4 layers, 2 of 8 experts" in capsys.readouterr().err
+
+
+def test_verbose_answer_says_where_each_byte_goes(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(golden / "mlx-2bit")
+    assert run(["generate", "-m", model, "--raw", "once", "--max-tokens", "2", "--verbose"]) == 0
+    assert "what nobody counts" in capsys.readouterr().err

@@ -28,6 +28,7 @@ PROBE = Probe(
     chunks={64: ChunkSeconds(0.1, 0.3), 512: ChunkSeconds(0.5, 2.0)},
     cached_nbytes=1e10,
     disk_nbytes=1e9,
+    small_page_nbytes=5e8,
     fresh_nbytes=float("inf"),
 )
 

@@ -222,6 +222,16 @@ def test_what_does_nothing_is_said(folders: Callable[[str], Path]) -> None:
     assert engine.notes == ("threads does nothing on the mlx engine: MLX has threads of its own",)
 
 
+def test_quantized_keys_run_or_are_refused_before_the_first_request(folders: Callable[[str], Path]) -> None:
+    plain, engine = (opened(folders("qwen3_moe"), slots=4, kv_bits=bits) for bits in (16, 8))
+    assert engine.kv_nbytes(256) < 0.6 * plain.kv_nbytes(256)
+    assert not np.array_equal(written(engine, 1), written(plain, 1))
+    with pytest.raises(OptionError, match=r"kv_bits is 8, .* 16 only: .*sinks"):
+        opened(folders("gpt_oss"), slots=4, kv_bits=8)
+    with pytest.raises(OptionError, match="same bits"):
+        opened(folders("qwen3_moe"), slots=4, kv_bits=8, kv_v_bits=4)
+
+
 def test_a_model_without_experts_runs_and_says_that_nothing_is_streamed(tmp_path: Path) -> None:
     write_tiny(tmp_path / "m", "llama", quantization=Quantization())
     notes: list[str] = []
@@ -386,6 +396,24 @@ def test_mlx_lm_is_imported_in_one_file() -> None:
         str(path.relative_to(source)) for path in source.rglob("*.py") if pattern.search(path.read_text())
     }
     assert users <= {"engines/mlx/adapter.py", "mlx.py"}, "mlx.py shows it in its docstring"
+
+
+def test_plan_tells_where_a_foreign_models_bytes_go(
+    folders: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spile.cli import run
+
+    assert run(["plan", str(folders("qwen3_moe")), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["engine"] == "mlx"
+    assert planned["num_experts"] == 32
+    assert planned["parts"]["experts"] == 32 * 7680
+
+
+def test_verbose_tells_mlx_peak_beside_the_processs(folders: Callable[[str], Path]) -> None:
+    engine = opened(folders("qwen3_moe"), slots=4)
+    written(engine, 2)
+    assert re.fullmatch(r"most memory: .*B of MLX's arrays, .*B of the process", engine.memory_text)
 
 
 def test_an_engine_that_was_closed_is_not_used(folders: Callable[[str], Path]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import openai
@@ -97,3 +99,12 @@ def test_flags_out_of_range_are_refused_before_anything(
 ) -> None:
     assert run(["serve", "/no/such/model", *flags]) == 2
     assert "no model" not in capfd.readouterr().err
+
+
+def test_command_line_imports_no_server() -> None:
+    code = (
+        "import sys, spile.cli, spile.model; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('starlette', 'uvicorn', 'msgspec', 'h11')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

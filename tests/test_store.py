@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import platform
 import sys
@@ -18,6 +19,7 @@ from spile import _core
 from spile.errors import ReadError
 from spile.residency import store
 from spile.residency.experts import Extent
+from spile.residency.mapped import Touch
 from spile.residency.store import ENDED, PAGE_NBYTES, Store, aligned_buffer
 
 FILE_NBYTES = 5 * PAGE_NBYTES + 1234  # the end is inside a page
@@ -420,6 +422,18 @@ def test_mapped_file_that_became_shorter_is_an_error_not_a_crash(tmp_path: Path)
     os.truncate(path, 100)
     index, *_, error = reader.wait(reader.submit(request))
     assert (index, error) == (0, errno.EFAULT)
+
+
+def test_threads_that_make_pages_present_stop_when_nobody_closed_them() -> None:
+    """Regression: a program that ended in an error died once more, of pages that were being unmapped."""
+    buffer = aligned_buffer(64 * PAGE_NBYTES)
+    touch = Touch([(buffer.ctypes.data, len(buffer))])
+    end = touch._end
+    assert end.alive
+    assert end.atexit
+    del touch
+    gc.collect()
+    assert not end.alive
 
 
 def test_private_memory_is_aligned_and_zero() -> None:

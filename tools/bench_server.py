@@ -1,11 +1,12 @@
 """A server and 1, 2, 4, 8 clients at once -> tokens a second of all together, and the process's peak.
 
-    python tools/bench_server.py [--model DIR] [--memory 630MB,auto] [--clients 1,2,4,8] [--tokens 64]
+    python tools/bench_server.py [--model DIR] [--memory 630MB,auto] [--clients 1,2,4,8] [--tokens 64] [-- FLAGS]
 
 What bounds it: on a machine whose cores one answer already fills, answers at once share what one has; what they can
 share for nothing is experts that another's token has just brought into memory. So the sum over all clients should
 not fall as clients are added, and each client's rate should fall as 1/n. Each client sends a prompt of its own and
-wants `--tokens` tokens; the rate is all their tokens by the time from the first to the last.
+wants `--tokens` tokens; the rate is all their tokens by the time from the first to the last. `spile serve` works on
+four at once unless FLAGS say otherwise; the others wait.
 
 Prints one row a run; the last line is JSON, a list of objects with sizes in bytes.
 """
@@ -32,12 +33,13 @@ def main() -> None:
     parser.add_argument("--clients", default="1,2,4,8")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-sentences", type=int, default=2)
+    parser.add_argument("flags", nargs="*", help="after --, for spile serve")
     arguments = parser.parse_args()
     rows = []
     print("{:>8} {:>8} {:>12} {:>14} {:>10} {:>8} {:>10}".format(*_HEADING))
     for memory in arguments.memory.split(","):
         counts = [int(count) for count in arguments.clients.split(",")]
-        flags = ["--memory", memory, "--parallel", str(max(counts)), "--prompt-cache-size", "0"]
+        flags = ["--memory", memory, "--prompt-cache-size", "0", *arguments.flags]
         if arguments.model:
             flags += ["--model", arguments.model]
         with served(flags) as server:

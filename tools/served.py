@@ -66,6 +66,7 @@ def served(flags: Sequence[str], *, group_bytes: int | None = None) -> Iterator[
     """Run `spile serve` with these flags on a free port, inside of a control group with a hard limit where one is
     given (needs root). Raises RuntimeError where it does not get ready.
     """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the server goes too
     group = None if group_bytes is None else _make_group(group_bytes)
     process = subprocess.Popen(
         [sys.executable, "-m", "spile", "serve", "--port", "0", *flags],

@@ -41,7 +41,8 @@ streaming = spile.mlx.stream_experts(model, "FOLDER", memory="8GB")
 print(mlx_lm.generate(model, tokenizer, "Why does sap run in spring?"), streaming.counters())
 ```
 
-`spile.mlx.register()` lets `mlx_lm` itself load Maple checkpoints.
+`spile.mlx.register()` lets `mlx_lm` itself load Maple checkpoints. [docs/metal.md](metal.md) says what is
+expected on Apple GPUs and how to measure it.
 
 **What it does not do**: `--reselect-every`, `--kv-bits 32`, other bits for values than for keys, `--io direct` and
 `--io mapped` are refused by name. `--kv-bits 8` and `4` quantize layers that keep all keys; layers with a window stay

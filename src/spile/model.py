@@ -547,7 +547,8 @@ def load(
     16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
     Jinja template to use instead of the model's own. `prompt_cache_bytes` of the budget keep what was read of
     earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
-    up to `prompt_cache_limit`. Headers and configs are read and checked now; weights
+    up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and `reselect_every` size the pool by
+    experts a layer instead of bytes (docs/write-up.md). Headers and configs are read and checked now; weights
     with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
 
     Raises:

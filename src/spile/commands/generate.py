@@ -92,6 +92,7 @@ def generate(
 
 def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool) -> None:
     """Stream one answer, then what it took."""
+    from spile.commands.plan_text import parts_lines
     from spile.console.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
     from spile.generation.generate import join
 
@@ -110,6 +111,9 @@ def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: b
         progress.start()
     note(loaded.summary or "", word="")
     if verbose:
+        plan = getattr(loaded.open(), "plan", None)
+        for line in [] if plan is None else parts_lines(plan.parts, plan.budget_nbytes):
+            note(line, word="")
         sampling = {name: value for name, value in options.items() if hasattr(loaded.sampling, name)}
         note(
             f"model {loaded.folder}, context {loaded.context:,}, {loaded.sampling.changed(sampling)}", word=""
@@ -142,6 +146,8 @@ def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: b
     counters = loaded.counters()
     if verbose and counters is not None:
         note(f"finish: {completion.finish_reason}; since the start: {counters}", word="")
+        if text := getattr(loaded.open(), "memory_text", None):  # of an engine with an allocator of its own
+            note(text, word="")
 
 
 def _as_dict(completion: Any, loaded: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -30,8 +31,8 @@ from spile.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
     from spile.architectures.maple import MapleModel
-    from spile.console.terminal import Stdout
     from spile.bench import Recorded
+    from spile.console.terminal import Stdout
     from spile.engines import EngineOptions
     from spile.residency.forecast import Probe, Routing
     from spile.residency.plan import Plan
@@ -90,7 +91,7 @@ def plan(
             _plan_foreign(stdout, source, maple, options, json)
             return
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
-        _load_text(maple)
+        _load_text(files.folder)
         now = memory_now()
         made = make_plan(maple, ExpertTable(maple), options, now)
         measured = _probe(maple, made, options, files) if probe else None
@@ -174,7 +175,7 @@ def _add_speeds(
     with _opened(source, offline) as (maple, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
         routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
-        _load_text(maple)
+        _load_text(files.folder)
         now, table, options = memory_now(), ExpertTable(maple), EngineOptions()
         plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
         probe = _probe(maple, plans[0], options, files)
@@ -216,7 +217,9 @@ def _opened(source: str | None, offline: bool) -> Iterator[tuple[MapleModel, _Fi
 
     with _opened_any(source, offline) as (opened, files):
         if not isinstance(opened, MapleModel):
-            raise UnsupportedModelError(f"{source or opened.checkpoint.folder} is no Maple: its speed is not foretold")
+            raise UnsupportedModelError(
+                f"{source or opened.checkpoint.folder} is no Maple: its speed is not foretold"
+            )
         yield opened, files
 
 
@@ -237,12 +240,15 @@ def _opened_any(source: str | None, offline: bool) -> Iterator[tuple[MapleModel 
                 f"Convert them once: spile convert {source or folder} NEW_FOLDER",
             )
         other = None if is_whole else large_cached_file()
-        yield maple, _Files(is_whole, [] if other is None else [other])
+        if not is_whole:  # named as the user named it
+            maple = replace(maple, checkpoint=replace(maple.checkpoint, folder=Path(source or "")))
+        yield maple, _Files(folder, is_whole, [] if other is None else [other])
 
 
 class _Files(NamedTuple):
     """What can be read to measure a disk: the model's own shards, or another large file on the same disk."""
 
+    folder: Path
     are_own: bool
     others: list[Path]
 
@@ -274,10 +280,10 @@ def _routing(path: Path, maple: MapleModel) -> Routing:
     return routing_of(recorded.ids, recorded.num_experts, maple.config, str(path))
 
 
-def _load_text(maple: MapleModel) -> None:
+def _load_text(folder: Path) -> None:
     """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
     from spile.model import load
 
-    with load(maple.checkpoint.folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
+    with load(folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=True)

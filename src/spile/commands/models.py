@@ -59,11 +59,12 @@ def verify(
     from spile import verify as certificate
     from spile.commands.generate import json_line
     from spile.console.terminal import LiveLine, Stdout, bytes_text
+    from spile.verify_row import Row
 
     stdout, live = Stdout(sys.stdout), LiveLine(sys.stderr)
     has_heading = False
 
-    def show_row(row: certificate.Row) -> None:
+    def show_row(row: Row) -> None:
         nonlocal has_heading
         live.clear()
         if json:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 SERVER = "Server"
 _MOST_PORT = 65_535
 _MOST_PARALLEL, _MOST_QUEUE = 64, 10_000
+_LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 1_000_000, 16_000_000
 _PARALLEL = 4  # by default
 # Of a budget, for each answer whose whole context has KV room at once: the 20B Maple's takes 66 MB in 630 MB. Room for
 # four there left 16 slots of 6,144 (measured); short answers share the room of a long one all the same.
@@ -191,6 +192,7 @@ def serve(
             api_key=server.api_key,
             origins=tuple(server.cors_origin or ()),
             is_loopback=loopback,
+            most_body_nbytes=_most_body_nbytes(budget),
             budget_bytes=budget,
         )
         Serving(
@@ -229,6 +231,13 @@ def _cache_nbytes(asked: str | None, budget: int | None, reselect_every: int) ->
     if asked is None:
         return default_cache_nbytes(budget, is_held=False)
     return 0 if asked == "0" else parse_size(asked, name="--prompt-cache-size")
+
+
+def _most_body_nbytes(budget: int | None) -> int:
+    """Return the largest body that is taken: more than any context holds, but a small part of a budget."""
+    if budget is None:
+        return _MOST_BODY_NBYTES
+    return min(max(budget // 200, _LEAST_BODY_NBYTES), _MOST_BODY_NBYTES)
 
 
 def _url(address: Any) -> str:

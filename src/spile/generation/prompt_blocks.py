@@ -363,7 +363,8 @@ def num_common(left: Ids, right: Ids) -> int:
 
 def last_cut(spans: Iterable[tuple[int, int, bool]], most: int, window: int) -> tuple[int, int]:
     """Return the last position, up to `most`, at which the next token sees its whole window, and from where on
-    to restore it: from the beginning of a block, so that the state can give whole blocks again. `spans` are (start, end, whether sliding layers are there), one after the other from 0 on.
+    to restore it: from the beginning of a block, so that the state can give whole blocks again. `spans` are
+    (start, end, whether sliding layers are there), one after the other from 0 on.
     """
     best = (0, 0)
     first: int | None = None  # of an unbroken run of sliding layers

@@ -50,6 +50,9 @@ class Probe:
     chunks: Mapping[int, ChunkSeconds]  # by tokens
     cached_nbytes: float | None  # bytes a second copied from the page cache
     disk_nbytes: float | None  # bytes a second read from the disk, many reads in flight
+    small_page_nbytes: (
+        float | None
+    )  # bytes a second read from the disk into small pages, as the page cache's are
     fresh_nbytes: float  # bytes a second of memory taken from the system: a virtual machine's may be slow
 
 
@@ -236,7 +239,7 @@ class _Sum:
 
     def _mapped_prefill_cold(self) -> float | None:
         """The files are made present in their order, while the layers that are there are computed."""
-        warm, rate = self._prefill_warm(), self._probe.disk_nbytes
+        warm, rate = self._prefill_warm(), self._probe.small_page_nbytes
         if warm is None or rate is None:
             return None
         return _PROMPT_TOKENS / max(_PROMPT_TOKENS / warm, self._file_nbytes / rate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from spile.generation.generate import Chunk
 from spile.model import EncodedPrompt, Model
 from spile.server.constrain import make_constraint
 from spile.server.errors import RequestError
@@ -74,3 +75,12 @@ def _make_choice(
     )
     choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream)
     return choice
+
+
+def entries_of(chunk: Chunk, model: Model | None) -> dict[int, bytes]:
+    """Return what the tokens of a chunk's log-probabilities stand for."""
+    tokenizer = None if model is None else model.tokenizer
+    if chunk.logprob is None:
+        return {}
+    token_ids = {chunk.logprob.token_id, *(one.token_id for one in chunk.logprob.top)}
+    return {i: tokenizer.entry(i) if tokenizer is not None else b"" for i in token_ids}

@@ -23,6 +23,8 @@ _BODIES = {
 _REFERENCE = "#/components/schemas/{name}"
 _COUNT = {"type": "integer", "minimum": 0}
 _NUMBER_OR_NULL = {"type": ["number", "null"]}
+# Of a stream: `data` is a chunk's JSON, or the JSON of an error, or at the end [DONE].
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _STATUS_COUNTS = (
     "running",
     "waiting",
@@ -91,7 +93,7 @@ def _asks(body: str, reply: str, summary: str, *, streams: bool = False) -> dict
     found = _gives(reply, summary, "400", "404", "408", "413", "429", "500")
     if streams:
         content = found["responses"]["200"]["content"]
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     return {**found, "requestBody": {"required": True, "content": _json(body)}}
 
 

@@ -23,7 +23,7 @@ from spile.errors import SpileError
 from spile.generation.generate import Chunk
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes, peak_memory_bytes
-from spile.server.choices import make_choices
+from spile.server.choices import entries_of, make_choices
 from spile.server.errors import BusyError, UnavailableError, failure_of
 from spile.server.log import Log
 from spile.server.metrics import Metrics
@@ -304,7 +304,7 @@ class Worker:
             choice.completion_tokens += 1
             self._token_times.append(now)
         if chunk.finish_reason is None:
-            task.tell(Said(choice.index, chunk, self._entries(chunk)))
+            task.tell(Said(choice.index, chunk, entries_of(chunk, self.model)))
             return
         self._schedule.remove(choice)
         choice.stats, choice.finish_reason = chunk.stats, chunk.finish_reason
@@ -316,14 +316,6 @@ class Worker:
             self.log.answered(task)
             task.tell(Done())
             self._end(task)
-
-    def _entries(self, chunk: Chunk) -> dict[int, bytes]:
-        """Return what the tokens of a chunk's log-probabilities stand for."""
-        tokenizer = self.model.tokenizer if self.model is not None else None
-        if chunk.logprob is None:
-            return {}
-        token_ids = {chunk.logprob.token_id, *(one.token_id for one in chunk.logprob.top)}
-        return {i: tokenizer.entry(i) if tokenizer is not None else b"" for i in token_ids}
 
     @contextmanager
     def _measured(self, choice: Choice) -> Iterator[None]:

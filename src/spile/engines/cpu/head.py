@@ -80,11 +80,16 @@ class Head:
     def _read_ahead(
         self, waiting: deque[int], reading: deque[tuple[int, int, int]], free: deque[int]
     ) -> None:
-        while waiting and free:
-            assert self._store is not None
-            row, buffer = waiting.popleft(), free.popleft()
-            extents = self._extents(row, min(HEAD_PIECE_ROWS, self._num_rows - row))
-            reading.append((self._store.submit(extents, self._buffer_addresses(buffer)), row, buffer))
+        count = min(len(waiting), len(free))
+        if not count or (count == 1 and len(waiting) > 1 and reading):
+            return  # two pieces at a time: what the page cache holds is copied by all threads
+        rows, buffers = ([queue.popleft() for _ in range(count)] for queue in (waiting, free))
+        extents = [self._extents(row, min(HEAD_PIECE_ROWS, self._num_rows - row)) for row in rows]
+        shards, offsets, nbytes = np.array(extents, np.int64).transpose(2, 0, 1)
+        addresses = np.array([self._buffer_addresses(buffer) for buffer in buffers], np.int64)
+        assert self._store is not None
+        tickets = self._store.submit_groups(shards, offsets, nbytes, addresses)
+        reading.extend(zip(tickets, rows, buffers, strict=True))
 
     def _extents(self, row: int, count: int) -> list[Extent]:
         return [

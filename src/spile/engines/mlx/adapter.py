@@ -40,7 +40,7 @@ NAMES = {
 }  # fmt: skip
 _INSTALL = "Install what spile was tested with: pip install 'spile[mlx]'"
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_]+")
-KV_GROUP = 64  # elements that share a scale, of quantized keys and values; mlx-lm's default
+KV_GROUPS = 64, 32  # elements that share a scale, of quantized keys and values; mlx-lm's default first
 OWN_MODULES = {"maple": "spile.engines.mlx.maple"}  # model types that mlx-lm does not have
 
 
@@ -183,7 +183,7 @@ def model_type_of(config: Mapping[str, Any]) -> str | None:
         return None
 
 
-def make_cache(model: Any, kv_bits: int = 16) -> list[Any]:
+def make_cache(model: Any, kv_bits: int = 16, kv_group: int = KV_GROUPS[0]) -> list[Any]:
     """Make the empty prompt cache that mlx-lm makes for a model; below 16 bits, caches that keep all keys and
     values keep them quantized, and the others stay.
     """
@@ -192,7 +192,7 @@ def make_cache(model: Any, kv_bits: int = 16) -> list[Any]:
     if kv_bits == 16:
         return caches
     return [
-        module.QuantizedKVCache(group_size=KV_GROUP, bits=kv_bits) if type(cache) is module.KVCache else cache
+        module.QuantizedKVCache(group_size=kv_group, bits=kv_bits) if type(cache) is module.KVCache else cache
         for cache in caches
     ]
 

@@ -23,6 +23,8 @@ from spile.engines.mlx.state import MlxState
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import ContextError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
+from spile.memory import peak_footprint_bytes
+from spile.sizes import format_size
 
 
 class MlxEngine:
@@ -49,8 +51,16 @@ class MlxEngine:
             self._model.model.activation_dtype = mx.float32
         if options.flash_head:
             self._approximation = use_clustered_head(self._model, checkpoint, vocab_size)
-        self._check_caches()
-        self._streaming = Streaming(self._model, checkpoint, options, longest=longest, num_chosen=num_chosen)
+        self._kv_group = adapter.KV_GROUPS[0]
+        self._find_kv_group()
+        self._streaming = Streaming(
+            self._model,
+            checkpoint,
+            options,
+            longest=longest,
+            num_chosen=num_chosen,
+            make_caches=self._new_caches,
+        )
         self.context, self.prefill_chunk = self.plan.context, self.plan.prefill_chunk
 
     @property
@@ -76,6 +86,12 @@ class MlxEngine:
                     f"kv_bits {self._options.kv_bits}: layers with a {' or '.join(kept)} keep 16 bits"
                 )
         return tuple(notes)
+
+    @property
+    def memory_text(self) -> str:
+        """The most that MLX allocated, beside the most that the system charged to the process."""
+        allocated, process = format_size(mx.get_peak_memory()), format_size(peak_footprint_bytes())
+        return f"most memory: {allocated} of MLX's arrays, {process} of the process"
 
     @property
     def kv_room_nbytes(self) -> int:
@@ -197,20 +213,23 @@ class MlxEngine:
         return array[:, : self.vocab_size]
 
     def _new_caches(self) -> list[Any]:
-        return adapter.make_cache(self._model, self._options.kv_bits)
+        return adapter.make_cache(self._model, self._options.kv_bits, self._kv_group)
 
-    def _check_caches(self) -> None:
-        """Let a pass without data find out whether the model takes quantized keys and values."""
+    def _find_kv_group(self) -> None:
+        """Let a pass without data find out whether the model takes quantized keys and values, and in which groups."""
         if self._options.kv_bits == 16:
             return
-        try:
-            self._model(mx.zeros((1, 2), mx.int32), cache=self._new_caches())
-        except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-            raise OptionError(
-                f"kv_bits is {self._options.kv_bits}, and mlx-lm's model of this architecture takes 16 only: "
-                f"{' '.join(str(error).split())}",
-                "Leave out --kv-bits.",
-            ) from error
+        reason = ""
+        for self._kv_group in adapter.KV_GROUPS:
+            try:
+                self._model(mx.zeros((1, 2), mx.int32), cache=self._new_caches())
+                return
+            except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+                reason = " ".join(str(error).split())
+        raise OptionError(
+            f"kv_bits is {self._options.kv_bits}, and mlx-lm's model of this architecture takes 16 only: {reason}",
+            "Leave out --kv-bits.",
+        )
 
 
 def _check_options(options: EngineOptions, *, is_maple: bool) -> None:

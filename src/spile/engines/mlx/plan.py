@@ -8,7 +8,7 @@ no weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from spile.memory import current_memory_bytes
 from spile.residency.plan import AVAILABLE_SHARE, CHUNK_SHARE, CHUNKS, KV_SHARE, LEAST_CONTEXT, Parts
 from spile.sizes import format_size
 
+MakeCaches = Callable[[], list[Any]]
 CACHE_SHARE = 0.02  # of the budget, which MLX may keep of freed buffers for the next arrays
 LEAST_CACHE_NBYTES, MOST_CACHE_NBYTES = 16_000_000, 256_000_000
 MARGIN_NBYTES = 24_000_000  # what nobody counts: MLX's graph and compiled kernels, allocator slack
@@ -71,10 +72,10 @@ class MlxPlan:
         return sum(self.most_slots.values())
 
 
-def measure_caches(model: Any, kv_bits: int) -> CacheSizes:
+def measure_caches(model: Any, make_caches: MakeCaches) -> CacheSizes:
     """Ask a model's caches how they grow. Builds the graph of a short pass, and evaluates nothing."""
     fixed, growing, unknown = 0, [], []
-    for index, cache in enumerate(_leaves(_filled(model, kv_bits, _SHORT))):
+    for index, cache in enumerate(_leaves(_filled(model, make_caches, _SHORT))):
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if keys is None:
             unknown.append(index)
@@ -84,12 +85,10 @@ def measure_caches(model: Any, kv_bits: int) -> CacheSizes:
         each = sum(array.nbytes // max(1, array.shape[-2]) for array in arrays)
         most = getattr(cache, "max_size", None)
         growing.append((each, most))
-    if unknown and not set(map(type, _leaves(adapter.make_cache(model, kv_bits)))) <= set(
-        adapter.fixed_caches()
-    ):
+    if unknown and not set(map(type, _leaves(make_caches()))) <= set(adapter.fixed_caches()):
         # caches of another kind than keys and values: let a longer pass say whether they grow
-        longer = _leaves(_filled(model, kv_bits, _LONG))
-        shorter = _leaves(_filled(model, kv_bits, _SHORT))
+        longer = _leaves(_filled(model, make_caches, _LONG))
+        shorter = _leaves(_filled(model, make_caches, _SHORT))
         for index in unknown:
             each = (_nbytes(longer[index]) - _nbytes(shorter[index])) // (_LONG - _SHORT)
             if each > 0:
@@ -98,7 +97,8 @@ def measure_caches(model: Any, kv_bits: int) -> CacheSizes:
 
 
 def make_plan(
-    model: Any, layers: Sequence[ExpertLayer], options: EngineOptions, *, config: Any, longest: int, num_chosen: int
+    model: Any, layers: Sequence[ExpertLayer], options: EngineOptions, *, config: Any, longest: int, num_chosen: int,
+    make_caches: MakeCaches | None = None,
 ) -> MlxPlan:  # fmt: skip
     """Decide, for a model whose layers of experts are replaced, so that `parameters` are all that else stays.
 
@@ -112,7 +112,7 @@ def make_plan(
     for layer in layers:
         all_slots[layer.layout] = all_slots.get(layer.layout, 0) + layer.num_experts
     expert_nbytes = _slots_nbytes(all_slots)
-    caches = measure_caches(model, options.kv_bits)
+    caches = measure_caches(model, make_caches or (lambda: adapter.make_cache(model)))
     cache_limit = min(max(LEAST_CACHE_NBYTES, int(CACHE_SHARE * room)), MOST_CACHE_NBYTES)
     pinned = {layout: options.shared_experts * _num_layers(layers, layout) for layout in all_slots}
     least = {
@@ -231,8 +231,8 @@ def activation_nbytes(config: Any, chunk: int, context: int) -> int:
     return chunk * (token + scores) + V * 24
 
 
-def _filled(model: Any, kv_bits: int, num_tokens: int) -> list[Any]:
-    caches = adapter.make_cache(model, kv_bits)
+def _filled(model: Any, make_caches: MakeCaches, num_tokens: int) -> list[Any]:
+    caches = make_caches()
     model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     return caches
 

@@ -18,7 +18,7 @@ from spile.engines.base import Counters
 from spile.engines.mlx.adapter import load_lazily
 from spile.engines.mlx.experts import find_experts, shard_loader
 from spile.engines.mlx.layers import put_back, replace_switches
-from spile.engines.mlx.plan import MlxPlan, make_plan, resized
+from spile.engines.mlx.plan import MakeCaches, MlxPlan, make_plan, resized
 from spile.engines.mlx.pool import Pool
 from spile.engines.mlx.provenance import dtype_of
 from spile.errors import OptionError, ReadError
@@ -40,8 +40,10 @@ class Streaming:
         *,
         longest: int,
         num_chosen: int,
+        make_caches: MakeCaches | None = None,
     ) -> None:
-        """Replace the layers of experts of `model` in place, plan, and read what stays resident.
+        """Replace the layers of experts of `model` in place, plan, and read what stays resident. `make_caches`
+        makes what keeps one sequence; None: mlx-lm's own.
 
         Raises: BudgetError, OptionError, ReadError, UnsupportedModelError, CheckpointError.
         """
@@ -54,7 +56,13 @@ class Streaming:
         self._layers = replace_switches(model, layers)
         try:
             self.plan = make_plan(
-                model, layers, options, config=checkpoint.config, longest=longest, num_chosen=num_chosen
+                model,
+                layers,
+                options,
+                config=checkpoint.config,
+                longest=longest,
+                num_chosen=num_chosen,
+                make_caches=make_caches,
             )
             self._set_limits()
             if self.plan.is_resident:

@@ -1,0 +1,361 @@
+"""Turns a model's shapes into a few layers of made-up weights and a pool, on which the engine's steps can be timed.
+
+It knows no budgets and keeps no results; `probe.py` decides what is tried. Attention, router and experts are as many
+bytes as a processor's cache does not hold, as in a model.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile import _core
+from spile.architectures.maple import MapleConfig
+from spile.engines.cpu.decoder import make_decoder
+from spile.errors import SpileError
+from spile.residency.experts import ExpertTable, encode_bf16
+from spile.residency.forecast import ChunkSeconds
+from spile.residency.kv import KvFormat
+from spile.residency.policy import Policy
+from spile.residency.slots import Batch, Slots
+from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
+
+_LAYERS = 6  # of attention and router: 22 MB of a full-size model
+_IN_PLACE_NBYTES = 64_000_000  # of experts: twice a processor's cache
+_HEAD_ROWS = 16_384
+_ROWS = 256  # of the made-up embedding table: as many distinct tokens as a page of text has
+_DISK_SECONDS, _STREAM_SECONDS = 0.5, 0.3
+_TOKENS = 8  # tried with experts in memory
+_IN_FLIGHT = 16  # experts, as in the pool
+_CACHED_TOKENS = 8  # whose experts are copied from the page cache: 300 MB of a full-size model
+
+_Fetch = Callable[[int, NDArray[np.int32], NDArray[np.int32]], Iterable[Batch]]
+
+
+class Trial:
+    """A decoder of a few layers over made-up weights, and a pool."""
+
+    def __init__(
+        self,
+        config: MapleConfig,
+        table: ExpertTable,
+        threads: int,
+        chunks: list[int],
+        kv: KvFormat,
+        mapped: list[Path],
+    ) -> None:
+        layers = min(_LAYERS, config.num_hidden_layers)
+        context = max(chunks) + 1024
+        self._config = replace(
+            config,
+            num_hidden_layers=layers,
+            first_k_dense_replace=0,
+            layer_is_sliding=config.layer_is_sliding[-layers:],
+            vocab_size=min(_HEAD_ROWS, config.vocab_size),
+        )
+        self._table, self.chunks = table, chunks
+        self._kept: list[NDArray[np.generic]] = []
+        self._rng = np.random.default_rng(0)
+        self._attend_seconds = 0.0
+        self._next_place = 0
+        self._mapped: list[NDArray[np.uint8]] = []
+        self._place_experts(mapped)
+        isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
+        self._decoder = make_decoder(
+            self._config,
+            isa,
+            threads,
+            context=context,
+            max_chunk=max(chunks),
+            kv=kv,
+            activation_bytes=2,
+        )
+        for layer in range(layers):
+            self._decoder.set_layer(layer, self._layer())
+        self._decoder.set_final_norm(self._ones(config.hidden_size))
+        self._head = self._nibbles(self._config.vocab_size)
+        self._embedding = self._nibbles(_ROWS)
+        self._cache = self._decoder.new_cache()
+        self._ids = np.empty(config.num_experts, np.int32)
+        self._counts = np.empty(config.num_experts, np.int32)
+        self._out = np.empty((1, self._config.vocab_size), np.float32)
+
+    def chunk(self, num_tokens: int) -> ChunkSeconds:
+        """Time one layer of a prefill chunk, every expert in place."""
+        best = ChunkSeconds(float("inf"), float("inf"))
+        for _ in range(2):  # the first time, buffers are touched for the first time
+            rows = self._rng.integers(0, _ROWS, num_tokens)
+            self._cache.position = 0
+            self._decoder.begin(*self._embedding, rows)
+            started = time.perf_counter()
+            self._decoder.attend(self._cache, 0)
+            num = self._decoder.route(0, self._ids, self._counts)
+            routed = time.perf_counter()
+            for ids, places in self._in_place(0, self._ids[:num], self._counts[:num]):
+                self._decoder.experts(0, ids, places)
+            self._decoder.combine()
+            ended = time.perf_counter()
+            if ended - started < sum(best):
+                best = ChunkSeconds(routed - started, ended - routed)
+        self._cache.position = num_tokens
+        return best
+
+    def resident(self) -> tuple[float, float]:
+        """Time a layer of a token with every expert in place: its attention and router alone, and all of it."""
+        self._token(0, self._in_place)
+        self._attend_seconds = 0.0
+        best = sorted(self._token(index, self._in_place) for index in range(_TOKENS))[_TOKENS // 2]
+        layers = self._config.num_hidden_layers
+        return self._attend_seconds / _TOKENS / layers, best / layers
+
+    def head(self, vocab_size: int) -> float:
+        """Time the logits of a token, for all `vocab_size` rows."""
+        num_rows = self._config.vocab_size
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            self._decoder.finish(1)
+            self._decoder.head(*self._head, 0, num_rows, self._out)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds) * vocab_size / num_rows
+
+    def disk(self, table: ExpertTable, files: list[Path]) -> tuple[float, float, float, float]:
+        """Time a layer of a token whose experts are in the pool, and all missing and read from the disk; bytes a second
+        of reads in a row.
+
+        Raises: ReadError, and where direct reads are refused, so that the disk cannot be told from memory.
+        """
+        store = Store(files, direct=True)
+        try:
+            if not store.is_direct:
+                raise SpileError("direct reads are refused")
+            fetch = _PoolFetch(table, store, self._config.num_hidden_layers, self._num_slots())
+            tried: list[tuple[int, float]] = []
+            started = time.perf_counter()
+            index = 0
+            while index < 2 or time.perf_counter() - started < _DISK_SECONDS:
+                tried += [
+                    self._try(index, fetch),
+                    self._try(index, fetch),
+                ]  # the second time most of it is there
+                index += 1
+            return (
+                *self._hit_and_missing(tried),
+                stream_rate(table, store),
+                stream_rate(table, store, small=True),
+            )
+        finally:
+            store.close()
+
+    def cached(self, table: ExpertTable, files: list[Path]) -> tuple[float, float, float]:
+        """Time the same with experts copied from the page cache; bytes a second that are copied."""
+        store = Store(files, direct=False)
+        copied = _Copied(self._decoder)
+        store.read_cached = copied.copy
+        try:
+            fetch = _PoolFetch(table, store, self._config.num_hidden_layers, self._num_slots())
+            for _ in range(2):  # again, where the files were not in the page cache
+                copied.seconds, copied.is_whole = 0.0, True
+                tried = [self._try(index // 2, fetch) for index in range(2 * _CACHED_TOKENS)]
+                if copied.is_whole:
+                    break
+            nbytes = sum(misses for misses, _ in tried) * self._table.expert_nbytes
+            return *self._hit_and_missing(tried), nbytes / max(1e-9, copied.seconds)
+        finally:
+            store.close()
+
+    def _try(self, index: int, fetch: _PoolFetch) -> tuple[int, float]:
+        before = fetch.slots.misses
+        seconds = self._token(index, fetch)
+        return fetch.slots.misses - before, seconds
+
+    def _hit_and_missing(self, tried: list[tuple[int, float]]) -> tuple[float, float]:
+        """Return the seconds of a layer without and with all experts missing: a line through what was tried."""
+        misses, seconds = np.array(tried).T
+        spread = float(((misses - misses.mean()) ** 2).sum())
+        slope = (
+            float(((misses - misses.mean()) * (seconds - seconds.mean())).sum()) / spread if spread else 0.0
+        )
+        hit = max(0.0, float(seconds.mean() - slope * misses.mean())) / self._config.num_hidden_layers
+        return hit, hit + max(0.0, slope) * self._config.num_experts_per_tok
+
+    def _token(self, index: int, fetch: _Fetch) -> float:
+        """Run one token through the layers and forget it; return its seconds."""
+        decoder, ids, counts = self._decoder, self._ids, self._counts
+        row = np.array([index % _ROWS], np.int64)
+        if isinstance(fetch, _PoolFetch):
+            fetch.begin(index)
+        started = time.perf_counter()
+        decoder.begin(*self._embedding, row)
+        for layer in range(self._config.num_hidden_layers):
+            at = time.perf_counter()
+            decoder.attend(self._cache, layer)
+            num = decoder.route(layer, ids, counts)
+            self._attend_seconds += time.perf_counter() - at
+            for some_ids, places in fetch(layer, ids[:num], counts[:num]):
+                decoder.experts(layer, some_ids, places)
+            decoder.combine()
+        return time.perf_counter() - started
+
+    def _in_place(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
+        at = self._next_place + np.arange(len(ids))  # in turn, so that the cache never has the next one
+        self._next_place = int(at[-1] + 1) % len(self._places)
+        yield ids, self._places[at % len(self._places)]
+
+    def drop_weights_of_experts(self) -> None:
+        """Make room for a pool."""
+        self._places = np.zeros((0, 3), np.uint64)
+        self._experts = np.zeros(0, np.uint8)
+        self._mapped.clear()
+
+    def _num_slots(self) -> int:
+        """Slots for two tokens: the second time that a token runs it finds all, another token nearly nothing."""
+        K, E = self._config.num_experts_per_tok, self._config.num_experts
+        all_experts = E * sum(self._table.is_moe(layer) for layer in range(self._table.num_layers))
+        return min(2 * K * self._config.num_hidden_layers, max(2 * K, all_experts // 2))
+
+    def _place_experts(self, files: list[Path]) -> None:
+        """Find experts to compute in place: of the mapped files, or else of memory."""
+        table, rng = self._table, self._rng
+        layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
+        if not layers:
+            return
+        num = min(len(layers) * table.num_experts, max(1, _IN_PLACE_NBYTES // table.expert_nbytes))
+        if not files:
+            parts = [extent.nbytes for extent in table.extents(layers[0], 0)]
+            self._experts = self._ternary(num * sum(parts))
+            starts = self._experts.ctypes.data + np.arange(num)[:, None] * sum(parts)
+            self._places = (starts + np.cumsum([0, *parts[:2]])).astype(np.uint64)
+            return
+        store = Store(files, direct=False)
+        try:
+            chosen = [
+                table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
+                for _ in range(num)
+            ]
+            for extents in chosen:  # a page fault would read one page after the other
+                store.read(extents)
+        finally:
+            store.close()
+        bases = []
+        for path in files:
+            with path.open("rb") as file:
+                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapping.madvise(mmap.MADV_RANDOM)
+            self._mapped.append(np.frombuffer(mapping, np.uint8))
+            bases.append(self._mapped[-1].ctypes.data)
+        self._places = np.array([[bases[e.shard] + e.offset for e in three] for three in chosen], np.uint64)
+
+    def _layer(self) -> dict[str, int]:
+        config = self._config
+        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+        wide, narrow = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
+        addresses = {"input_norm": self._ones(D), "post_norm": self._ones(D)}
+        addresses |= {"q_norm": self._ones(config.head_dim), "k_norm": self._ones(config.head_dim)}
+        for name, out, n in (("q", wide, D), ("k", narrow, D), ("v", narrow, D), ("o", D, wide)):
+            addresses[name] = self._keep(self._ternary(out * n // 4))
+            addresses[f"{name}_alpha"] = self._alphas(out, n)
+        router = self._rng.standard_normal(E * D, np.float32) / np.float32(np.sqrt(D))
+        addresses["router"] = self._keep(encode_bf16(router))
+        for name, out, n in (("gate", F, D), ("up", F, D), ("down", D, F)):
+            addresses[f"{name}_alpha"] = self._alphas(E * out, n)
+        return addresses
+
+    def _ternary(self, nbytes: int) -> NDArray[np.uint8]:
+        """Packed codes of 0, 1 and 2, four in a byte."""
+        digits = self._rng.integers(0, 3, (4, min(nbytes, 1 << 20)), np.uint8)
+        return np.resize(digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6, nbytes)
+
+    def _nibbles(self, num_rows: int) -> tuple[int, int, int]:
+        """Addresses of codes, scales and biases of a 4-bit table."""
+        D = self._config.hidden_size
+        codes = np.resize(self._rng.integers(0, 256, 1 << 20, np.uint8), num_rows * D // 2)
+        scales = np.full(num_rows * D // 64, _bf16(0.01), np.uint16)
+        biases = np.full(num_rows * D // 64, _bf16(-0.075), np.uint16)
+        return self._keep(codes), self._keep(scales), self._keep(biases)
+
+    def _alphas(self, count: int, n: int) -> int:
+        return self._keep(np.full(count, _bf16((1.5 / n) ** 0.5), np.uint16))  # products keep their size
+
+    def _ones(self, count: int) -> int:
+        return self._keep(np.full(count, _bf16(1.0), np.uint16))
+
+    def _keep(self, array: NDArray[np.generic]) -> int:
+        self._kept.append(array)
+        return array.ctypes.data
+
+
+class _Copied:
+    """Times what the decoder's threads copy from the page cache."""
+
+    def __init__(self, decoder: _core.Decoder) -> None:
+        self._decoder = decoder
+        self.seconds, self.is_whole = 0.0, True
+
+    def copy(self, requests: NDArray[np.uint64], done: NDArray[np.uint8]) -> None:
+        started = time.perf_counter()
+        self._decoder.read_cached(requests, done)
+        self.seconds += time.perf_counter() - started
+        self.is_whole &= bool(done.all())
+
+
+class _PoolFetch:
+    """Brings a trial's experts through a pool, from all over the model's layers."""
+
+    def __init__(self, table: ExpertTable, store: Store, num_layers: int, num_slots: int) -> None:
+        self._policy = Policy(table.num_layers, table.num_experts)
+        self.slots = Slots(table, store, self._policy, num_slots)
+        self._num_layers = num_layers
+        self._moe = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
+        self._first = 0
+
+    def begin(self, index: int) -> None:
+        """Say which token comes: the same one wants the same experts."""
+        self._first = index * self._num_layers
+        self._policy.step(1)
+
+    def __call__(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
+        at = self._moe[(self._first + layer) % len(self._moe)]
+        return self.slots.fetch(at, ids, counts, in_order=False)
+
+
+def stream_rate(table: ExpertTable, store: Store, *, small: bool = False) -> float:
+    """Bytes a second of experts read with many reads in flight, as a prompt and a streamed head are; `small` reads
+    into small pages, as the page cache does.
+    """
+    rng = np.random.default_rng(os.getpid())
+    layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
+    # whole pages, and one more for an expert that begins elsewhere in its page
+    rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
+    sizes = [sum(rooms)] * _IN_FLIGHT if small else [sum(rooms) * _IN_FLIGHT]
+    buffers = [aligned_buffer(size) for size in sizes]  # the large one is in huge pages
+    at = [buffer.ctypes.data + start for buffer, size in zip(buffers, sizes, strict=True)
+          for start in range(0, size, sum(rooms))]  # fmt: skip
+    starts = (np.array(at)[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
+    tickets: list[int] = []
+    turn, nbytes, started = 0, 0, time.perf_counter()
+    while time.perf_counter() - started < _STREAM_SECONDS:
+        if len(tickets) == _IN_FLIGHT:
+            store.wait(tickets.pop(0))
+            nbytes += table.expert_nbytes
+        extents = table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
+        tickets.append(store.submit(extents, starts[turn % _IN_FLIGHT]))
+        turn += 1
+    elapsed = time.perf_counter() - started
+    for ticket in tickets:
+        store.wait(ticket)
+    return nbytes / elapsed
+
+
+def _bf16(value: float) -> int:
+    return int(encode_bf16(np.array([value], np.float32))[0])
