@@ -84,7 +84,9 @@ KvBits = Annotated[
 ]
 KvVBits = Annotated[
     int | None,
-    option("--kv-v-bits", metavar="N", help="32, 16, 8 or 4, of values alone; default: as keys.", panel=MACHINE),
+    option(
+        "--kv-v-bits", metavar="N", help="32, 16, 8 or 4, of values alone; default: as keys.", panel=MACHINE
+    ),
 ]
 
 

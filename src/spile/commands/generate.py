@@ -146,8 +146,8 @@ def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: b
     counters = loaded.counters()
     if verbose and counters is not None:
         note(f"finish: {completion.finish_reason}; since the start: {counters}", word="")
-        if text := getattr(loaded.open(), "memory_text", None):  # of an engine with an allocator of its own
-            note(text, word="")
+        if allocated := getattr(loaded.open(), "memory_text", None):  # of an engine with its own allocator
+            note(allocated, word="")
 
 
 def _as_dict(completion: Any, loaded: Any) -> dict[str, Any]:
