@@ -399,7 +399,8 @@ def test_last_message_begins_after_the_last_but_one_end(prompt: list[int], cut: 
     ("memory_bytes", "held", "expected"),
     [
         (300_000_000, False, 0),
-        (640_000_000, False, 80_000_000),
+        (640_000_000, False, 40_000_000),
+        (1_600_000_000, False, 200_000_000),
         (640_000_000, True, 40_000_000),
         (1 << 40, False, 1_000_000_000),
     ],

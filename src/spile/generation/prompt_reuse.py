@@ -20,6 +20,7 @@ from spile.machine import available_memory_bytes
 from spile.text.prompts import is_ids
 
 _LEAST_BUDGET_NBYTES = 400_000_000  # below it, experts need the memory more
+_EIGHTH_FROM_NBYTES = 1_000_000_000
 _MOST_NBYTES = 1_000_000_000
 _NO_TEXT = "Go on from it with a list of ids, or save it from a text."
 
@@ -111,13 +112,16 @@ class PromptReuse:
 
 
 def default_cache_nbytes(memory_bytes: int | None, *, is_held: bool = False) -> int:
-    """Return what of a budget to keep for earlier prompts by default: an eighth, or a sixteenth where one state
-    lives on, which then needs windows of sliding layers alone (24 MB the window of a 20B Maple).
+    """Return what of a budget to keep for earlier prompts by default: an eighth, or a sixteenth below 1 GB, where
+    experts need the rest more, and where one state lives on, which then needs windows of sliding layers alone
+    (24 MB the window of a 20B Maple).
     """
     memory = available_memory_bytes() if memory_bytes is None else memory_bytes
     if memory < _LEAST_BUDGET_NBYTES:
         return 0
-    return min(memory // 16, _MOST_NBYTES // 16) if is_held else min(memory // 8, _MOST_NBYTES)
+    if is_held or memory < _EIGHTH_FROM_NBYTES:
+        return min(memory // 16, _MOST_NBYTES // 16)
+    return min(memory // 8, _MOST_NBYTES)
 
 
 def continued(saved: SavedPrompt, prompt: Any, *, raw: bool, system: str | None) -> tuple[Any, str | None]:
