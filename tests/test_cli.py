@@ -739,7 +739,7 @@ def test_no_memory_is_one_sentence(
     def refuse(source: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("spile.model.load", refuse)
+    monkeypatch.setattr("spile.loading.load", refuse)
     assert run(["generate", "Hi"]) == 1
     assert capfd.readouterr().err.startswith("error: not enough memory: ")
 

@@ -22,6 +22,7 @@ PROBE = Probe(
     attend_seconds=1e-3,
     resident_seconds=2e-3,
     pooled_seconds=3e-3,
+    half_disk_seconds=8e-3,
     disk_seconds=13e-3,
     cached_seconds=5e-3,
     head_seconds=4e-3,
@@ -29,6 +30,7 @@ PROBE = Probe(
     cached_nbytes=1e10,
     disk_nbytes=1e9,
     small_page_nbytes=5e8,
+    overlap_loss=1.0,
     fresh_nbytes=float("inf"),
 )
 
@@ -49,6 +51,24 @@ def test_token_takes_its_layers_its_misses_and_the_head(model: MapleModel) -> No
     assert 0 < h < 1
     assert expected.decode_cold == pytest.approx(1 / (L * (3e-3 + (1 - h) * 10e-3) + 4e-3))
     assert expected.decode_warm == pytest.approx(1 / (L * (3e-3 + (1 - h) * 2e-3) + 4e-3))
+
+
+def test_few_reads_at_a_time_take_more_than_their_part(model: MapleModel) -> None:
+    plan = plan_of(model, 8)
+    even, slow_start = (
+        forecast(model, plan, replace(PROBE, half_disk_seconds=seconds)) for seconds in (8e-3, 12e-3)
+    )
+    assert slow_start.decode_cold is not None
+    assert even.decode_cold is not None
+    assert slow_start.decode_cold < even.decode_cold
+    assert slow_start.decode_warm == even.decode_warm
+
+
+def test_cold_prompt_is_slower_by_what_reading_and_computing_at_once_lose(model: MapleModel) -> None:
+    lossy = forecast(model, plan_of(model, 8), replace(PROBE, overlap_loss=1.5))
+    assert lossy.prefill_cold == pytest.approx(
+        512 / (model.config.num_hidden_layers * (0.5 + 1.5 * 2.0) + 4e-3)
+    )
 
 
 def test_mapped_token_takes_what_experts_in_place_take(model: MapleModel) -> None:

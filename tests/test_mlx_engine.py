@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -222,16 +223,6 @@ def test_what_does_nothing_is_said(folders: Callable[[str], Path]) -> None:
     assert engine.notes == ("threads does nothing on the mlx engine: MLX has threads of its own",)
 
 
-def test_quantized_keys_run_or_are_refused_before_the_first_request(folders: Callable[[str], Path]) -> None:
-    plain, engine = (opened(folders("qwen3_moe"), slots=4, kv_bits=bits) for bits in (16, 8))
-    assert engine.kv_nbytes(256) < 0.6 * plain.kv_nbytes(256)
-    assert not np.array_equal(written(engine, 1), written(plain, 1))
-    with pytest.raises(OptionError, match=r"kv_bits is 8, .* 16 only: .*sinks"):
-        opened(folders("gpt_oss"), slots=4, kv_bits=8)
-    with pytest.raises(OptionError, match="same bits"):
-        opened(folders("qwen3_moe"), slots=4, kv_bits=8, kv_v_bits=4)
-
-
 def test_a_model_without_experts_runs_and_says_that_nothing_is_streamed(tmp_path: Path) -> None:
     write_tiny(tmp_path / "m", "llama", quantization=Quantization())
     notes: list[str] = []
@@ -240,6 +231,25 @@ def test_a_model_without_experts_runs_and_says_that_nothing_is_streamed(tmp_path
         assert len(ids) >= 5
         assert "nothing streamed" in (model.summary or "")
     assert any("no experts" in note for note in notes)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("quantization", [None, Quantization()])
+def test_every_dtype_generates_or_is_refused_in_one_line(
+    dtype: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
+    for name in ("llama", "olmoe"):
+        folder = tmp_path / name
+        write_tiny(folder, name, dtype=dtype, quantization=quantization)
+        refused = name == "olmoe" and quantization is None and dtype != "float32"
+        expected: Any = contextlib.nullcontext()
+        if refused and not mx.metal.is_available():
+            expected = pytest.raises(
+                UnsupportedModelError, match=rf"weight is unquantized {dtype}: MLX's CPU"
+            )
+        notes: list[str] = []
+        with expected, spile.load(folder, flash_moe=True, on_note=notes.append) as model:
+            assert len(model.generate([1, 2, 3], max_tokens=4, temperature=0.0).token_ids) == 4
 
 
 def test_load_streams_a_foreign_model_and_says_so(folders: Callable[[str], Path]) -> None:

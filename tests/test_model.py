@@ -331,7 +331,7 @@ def test_small_bf16_source_is_packed_into_a_folder_that_goes(golden_bf16: Path) 
 def test_large_bf16_source_is_refused_with_the_command_to_run(
     golden_bf16: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spile.model._LARGEST_CONVERTED_NBYTES", 1000)
+    monkeypatch.setattr("spile.loading._LARGEST_CONVERTED_NBYTES", 1000)
     with pytest.raises(UnsupportedModelError) as caught:
         spile.load(golden_bf16)
     assert f"spile convert {golden_bf16} NEW_FOLDER" in str(caught.value.hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -175,20 +176,21 @@ def test_file_that_was_cut_short_is_refused_before_any_work(saved: Path) -> None
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a file's header as a forger would, who leaves the rest."""
+    """Change a file's header and its digest as a forger would, who leaves the rest."""
     data = path.read_bytes()
     length = int.from_bytes(data[8:12], "little")
     header = json.loads(data[12 : 12 + length])
     change(header)
     text = json.dumps(header).encode()
-    path.write_bytes(data[:8] + len(text).to_bytes(4, "little") + text + data[12 + length :])
+    begin = data[:8] + len(text).to_bytes(4, "little") + text
+    path.write_bytes(begin + data[12 + length : -96] + hashlib.sha256(begin).digest() + data[-64:])
 
 
 @pytest.mark.parametrize(
     "change",
     [
         lambda header: header.clear(),
-        lambda header: header.update(format=2),
+        lambda header: header.update(format=1),
         lambda header: header.update(start=-1),
         lambda header: header.update(sliding_start=10**9),
         lambda header: header.update(token_ids=[[1], [2, 3]]),
@@ -219,12 +221,30 @@ def test_file_that_is_none_of_ours_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_saved_prompt_is_not_overwritten(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "story.txt").write_text("Once")
-    for name in ("story.txt", "none/x.kv", "."):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("story.txt", "none/x.kv", ".", "pipe"):
         with pytest.raises(WriteError):
             answer("x", save_prompt=tmp_path / name)
     assert (tmp_path / "story.txt").read_text() == "Once"
     answer("another", save_prompt=saved)
     assert open_prompt_file(saved).about["text"] == "another"
+
+
+def test_link_to_a_saved_prompt_stays_a_link_when_its_file_is_replaced(tmp_path: Path, saved: Path) -> None:
+    link = tmp_path / "link.kv"
+    link.symlink_to(saved)
+    answer("another", save_prompt=link)
+    assert link.is_symlink()
+    assert open_prompt_file(saved).about["text"] == "another"
+
+
+def test_damage_to_the_text_or_the_ids_of_a_saved_prompt_is_not_taken_for_another_prompt(saved: Path) -> None:
+    data = saved.read_bytes()
+    for what in (b'"text":"', b'"token_ids":['):
+        changed = bytearray(data)
+        changed[data.index(what) + len(what)] ^= 1
+        saved.write_bytes(changed)
+        refused(lambda: open_prompt_file(saved), "damaged")
 
 
 def test_prompt_that_leaves_the_saved_one_too_early_is_read_whole_and_it_is_said(saved: Path) -> None:

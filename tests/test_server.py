@@ -338,6 +338,8 @@ def test_reasoning_is_apart_from_content(says: Callable[..., Running]) -> None:
     message = reply["choices"][0]["message"]
     assert message["content"] == "Yes"
     assert message["reasoning_content"] == message["reasoning"] == "hm"
+    details = reply["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len("<think>\nhm\n</think>")}
     frames = server.frames("/v1/chat/completions", {"messages": USER})
     deltas = [frame["choices"][0]["delta"] for frame in frames[:-1]]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
@@ -449,9 +451,20 @@ def test_tokenize_and_detokenize_are_inverse(says: Callable[..., Running]) -> No
     tokens = server.send("/tokenize", {"prompt": "Hé"}).body
     assert (tokens["tokens"], tokens["count"]) == (list("Hé".encode()), 3)
     assert server.send("/detokenize", {"tokens": tokens["tokens"]}).body == {"prompt": "Hé"}
+    plain = server.send("/tokenize", {"prompt": "Hé", "add_special_tokens": False}).body
+    assert plain["tokens"] == tokens["tokens"]
     of_messages = server.send("/tokenize", {"messages": USER}).body
     assert bytes(of_messages["tokens"]) == b"<user>Hi>"
     assert server.send("/detokenize", {"tokens": [5000]}).status == 400
+
+
+@pytest.mark.parametrize("adds_first", [True, False])
+def test_text_far_beyond_the_context_is_not_even_encoded(
+    says: Callable[..., Running], adds_first: bool
+) -> None:
+    body = {"prompt": "x" * 90_000, "add_special_tokens": adds_first}
+    reply = says(context=100).send("/tokenize", body)
+    assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_metrics_count_what_answers_say(says: Callable[..., Running]) -> None:

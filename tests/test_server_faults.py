@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -99,8 +100,24 @@ def test_read_error_of_one_expert_ends_one_answer(tiny_checkpoint: Callable[...,
         assert (reply.status, reply.body["error"]["code"]) == (500, "read_error")
         assert str(folder) not in json.dumps(reply.body)
         assert str(folder) in server.log.getvalue()
+        assert server.send("/health").status == 200
         reader.set_faults()
         assert server.send("/v1/completions", body).body["choices"] == wanted
+        assert server.send("/health").status == 200
+
+
+def test_weights_that_stay_away_are_told_by_health(tmp_path: Path) -> None:
+    engine = Faulty([*b"Hello", EOS])
+    with running(lambda: fake_model(tmp_path, engine=engine)) as server:
+        engine.fault = read_error()
+        healths = []
+        for _ in range(2):
+            assert server.send("/v1/completions", {"prompt": "x"}).status == 500
+            healths.append(server.send("/health").status)
+        assert healths == [200, 503]
+        assert server.send("/health").body == {"status": "failing"}
+        engine.fault = None
+        assert server.send("/v1/completions", {"prompt": "x"}).status == 200
         assert server.send("/health").status == 200
 
 
@@ -199,6 +216,9 @@ def test_client_that_leaves_stops_its_answer(tmp_path: Path) -> None:
             assert len(engine.calls) == num_calls
         assert all(state.is_closed for state in engine.states)
         assert server.log.getvalue().count("the client left") == 2
+        found = re.findall(r"left after ([0-9,]+) tokens", server.log.getvalue())
+        num_tokens = sum(int(number.replace(",", "")) for number in found)
+        assert f"spile_completion_tokens_total {num_tokens}\n" in server.send("/metrics").body.decode()
         assert server.send("/v1/completions", {"prompt": "x", "max_tokens": 1}).status == 200
 
 

@@ -45,7 +45,14 @@ def test_openai_client_sends_its_key(tmp_path: Path) -> None:
 
 def test_names_that_only_point_at_this_machine_are_refused(tmp_path: Path) -> None:
     with running(lambda: fake_model(tmp_path)) as server:
-        for host in ("evil.example", "evil.example:8080", "localhost.evil.example"):
+        for host in (
+            "evil.example",
+            "evil.example:8080",
+            "localhost.evil.example",
+            "[",
+            "[x]",
+            "x@localhost",
+        ):
             assert server.send("/health", headers={"host": host}).status == 403
         for host in ("localhost", "LOCALHOST:9", "127.0.0.1:1", "127.8.8.8", "[::1]:8080"):
             assert server.send("/health", headers={"host": host}).status == 200
@@ -54,7 +61,7 @@ def test_names_that_only_point_at_this_machine_are_refused(tmp_path: Path) -> No
 def test_pages_from_elsewhere_are_refused(tmp_path: Path) -> None:
     with running(lambda: fake_model(tmp_path)) as server:
         own = server.url
-        for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403)):
+        for origin, status in ((own, 200), ("http://evil.example", 403), ("null", 403), ("http://[", 403)):
             reply = server.send(CHAT, {"messages": USER}, headers={"origin": origin})
             assert reply.status == status
             assert "access-control-allow-origin" not in reply.headers
@@ -83,6 +90,11 @@ def test_pages_that_were_named_are_welcome(tmp_path: Path) -> None:
 )
 def test_loopback_is_told_from_the_rest(host: str, wanted: bool) -> None:
     assert is_loopback(host) is wanted
+
+
+def test_loopback_address_in_brackets_needs_no_key(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "/no/such/model", "--host", "[::1]", "--port", "0"]) == 1
+    assert "it has no key" not in capfd.readouterr().err
 
 
 def test_other_addresses_need_a_key(capfd: pytest.CaptureFixture[str]) -> None:

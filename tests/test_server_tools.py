@@ -169,6 +169,7 @@ def test_reasoning_before_it_is_free(says: Callable[..., Running]) -> None:
         ({"type": "banana"}, "banana"),
         ({"uniqueItems": True}, "uniqueItems"),
         ({"pattern": "(", "type": "string"}, "group"),
+        ({"$ref": "#"}, "no text can follow it"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_refused_and_the_next_request_is_answered(

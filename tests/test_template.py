@@ -85,6 +85,7 @@ def test_refusal_comes_in_the_words_of_the_template() -> None:
         "{{ messages.append(1) }}",
         "{% include 'secrets' %}",
         "{{ strftime_now(3) }}",
+        25 * "{% for a in messages %}" + 25 * "{% endfor %}",
         "{{ 'x' * 10 ** 10 }}",
         "{{ 10 ** 10000000 }}",
         "{% set big = 'x' * 10 ** 7 %}{% for i in range(9) %}{{ big }}{% endfor %}",

@@ -18,6 +18,7 @@ from spile.console.terminal import (
     fitting,
     generation_text,
     has_styles,
+    note,
     prefill_text,
     summary_lines,
     unanswered_note,
@@ -223,3 +224,13 @@ def test_bottom_line_waits_while_the_cursor_is_at_the_margin(monkeypatch: pytest
 
 def test_line_that_is_too_long_for_the_row_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fitting("x" * 200) == "x" * 79
+
+
+def test_note_in_the_middle_of_an_answer_begins_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = Terminal()
+    monkeypatch.setattr("sys.stderr", errors)
+    monkeypatch.setattr("spile.console.terminal._cursor", Cursor())
+    Stdout(Terminal()).write("Once")
+    note("the folder is full")
+    note("and more")
+    assert errors.getvalue() == "\nnote: the folder is full\nnote: and more\n"

@@ -294,3 +294,9 @@ def test_shared_experts_stay_through_prompts_loans_and_a_smaller_pool(
         engine.resize(budget - (E * L - least + 1) * slot_nbytes)
     assert pinned(engine, 2)
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["flash_moe", "flash_head"])
+def test_switch_that_is_neither_on_nor_off_is_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} is 'yes': it must be True or False"):
+        EngineOptions(**{name: "yes"})

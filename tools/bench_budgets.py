@@ -56,7 +56,7 @@ _DISK = """
 import sys
 from pathlib import Path
 from spile.architectures import open_model
-from spile.engines.cpu.trial import stream_rate
+from spile.engines.cpu.trial_reads import stream_rate
 from spile.files.checkpoint import open_checkpoint
 from spile.residency.experts import ExpertTable
 from spile.residency.store import Store

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from spile.generation.held import Held as Held
     from spile.generation.logprobs import Logprob as Logprob
     from spile.generation.options import Sampling as Sampling
+    from spile.loading import load as load
     from spile.model import Model as Model
-    from spile.model import load as load
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ _NAME_TO_MODULE = {
     "Held": "generation.held",
     "Logprob": "generation.logprobs",
     "Model": "model",
-    "load": "model",
+    "load": "loading",
     "Sampling": "generation.options",
 }
 

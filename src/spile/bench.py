@@ -103,7 +103,7 @@ def record_trace(
     holds with the prompt.
     """
     from spile.engines.cpu.engine import CpuEngine
-    from spile.model import load
+    from spile.loading import load
 
     if num_tokens < 2:
         raise OptionError(f"tokens is {num_tokens}: a trace needs two at least")

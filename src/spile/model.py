@@ -1,8 +1,9 @@
-"""Turns a model's name into an object that answers: `spile.load(...)`.
+"""Turns prompts into answers: what `spile.load(...)` gives.
 
-It ties the parts together and does none of their work. What it decides is order. The prompt is encoded before
-the engine is opened, so that under a budget the tokenizer and the pool of experts are never in memory
-together; later prompts borrow the pool's memory for as long as they are being encoded.
+It ties the parts together and does none of their work. Where its parts come from is `loading`'s matter. What it
+decides is order. The prompt is encoded before the engine is opened, so that under a budget the tokenizer and
+the pool of experts are never in memory together; later prompts borrow the pool's memory for as long as they are
+being encoded.
 """
 
 from __future__ import annotations
@@ -12,25 +13,22 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.engines import PROMPT_FOLDER_LIMIT
 from spile.errors import (
     BudgetError,
     ContextError,
     OptionError,
     SpileError,
     TextError,
-    UnsupportedModelError,
     quote,
 )
 from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, check_prompt, generate, join
@@ -40,23 +38,16 @@ from spile.generation.prompt_reuse import PromptReuse, continued
 from spile.sizes import format_size, parse_size
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
 from spile.text.reasoning import ReasoningSplitter, can_reason
-from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar, read_text
-from spile.text.tokenizer import Tokenizer, open_tokenizer
+from spile.text.sidecar import Sidecar, eos_ids_of
+from spile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from spile.architectures.foreign import ForeignModel
-    from spile.architectures.maple import MapleModel
-    from spile.engines import EngineOptions
     from spile.engines.base import Counters, Engine, State
     from spile.generation.grammar import Grammar, GrammarTable
-
-AnyModel: TypeAlias = "MapleModel | ForeignModel"
 
 # Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
 # characters one at most.
 _LONGEST_ENTRY = 3 * 128
-_LARGEST_CONVERTED_NBYTES = 64_000_000  # a bf16 source this small, once packed, is converted on the fly
-_PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary rows 0.13
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class Model:
         self._grammar_table: GrammarTable | None = None
         self._grammar_nbytes = 0  # that the pool gave up for it
         self._lock = threading.RLock()
-        self._on_note = on_note or _warn
+        self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
@@ -322,10 +313,13 @@ class Model:
         think: bool = True,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        add_bos: bool = True,
     ) -> list[int]:
-        """Turn a prompt into token ids, as `stream` does."""
+        """Turn a prompt into token ids, as `stream` does; without `add_bos` a text does not begin as the tokenizer
+        begins every text.
+        """
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
-        return self._encode(prompt, rendering).token_ids
+        return self._encode(prompt, rendering, add_bos=add_bos).token_ids
 
     def encoded(
         self,
@@ -368,7 +362,7 @@ class Model:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, rendering: Rendering) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt, rendering: Rendering, *, add_bos: bool = True) -> EncodedPrompt:
         self._check_open()
         if is_ids(prompt):
             check_ids_rendering(rendering)
@@ -380,12 +374,12 @@ class Model:
             )
         source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
         with self._alone():
-            return self._encode_text(self.tokenizer, source)
+            return self._encode_text(self.tokenizer, source, add_bos)
 
-    def _encode_text(self, tokenizer: Tokenizer, source: PromptText) -> EncodedPrompt:
+    def _encode_text(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
         self._check_length(source.text)
         self._make_room(tokenizer, source.text)
-        token_ids = tokenizer.encode(source.text)
+        token_ids = tokenizer.encode(source.text, add_bos)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise TextError(
@@ -515,185 +509,5 @@ class Model:
             raise SpileError("this model was closed")
 
 
-def load(
-    source: str | Path | None = None,
-    *,
-    memory: int | str | None = None,
-    threads: int | None = None,
-    engine: str = "auto",
-    io: str = "auto",
-    kv_bits: int = 16,
-    kv_v_bits: int | None = None,
-    context: int | None = None,
-    prefill_chunk: int | None = None,
-    activation_bytes: int = 2,
-    flash_moe: bool = False,
-    active_experts: int | None = None,
-    shared_experts: int = 0,
-    reselect_every: int = 1,
-    flash_head: bool = False,
-    sequences: int = 1,
-    prompt_cache_bytes: int = 0,
-    prompt_cache: str | Path | None = None,
-    prompt_cache_limit: int | str = PROMPT_FOLDER_LIMIT,
-    chat_template: str | Path | None = None,
-    offline: bool = False,
-    on_note: OnNote | None = None,
-) -> Model:
-    """Open a model: a folder, a hub id (downloaded once), or None for the demo model that comes with spile.
-
-    `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
-    what the machine has. `threads` None means the physical cores. `io` is auto, buffered or direct; `kv_bits`
-    16 or 32 for keys and values; `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
-    Jinja template to use instead of the model's own. `prompt_cache_bytes` of the budget keep what was read of
-    earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
-    up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and `reselect_every` size the pool by
-    experts a layer instead of bytes (docs/write-up.md). Headers and configs are read and checked now; weights
-    with the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
-
-    Raises:
-        ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
-        OptionError: a parameter out of range.
-        TextError: a damaged tokenizer_config.json, or a template file that is missing or damaged.
-    """
-    from spile.architectures import open_model
-    from spile.architectures.maple import Form, MapleModel
-    from spile.files.checkpoint import open_checkpoint
-    from spile.files.hub import resolve
-
-    for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
-        if value is not None and not isinstance(value, (str, Path)):
-            raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
-    budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
-    options = _engine_options(
-        memory_bytes=budget_bytes,
-        engine=engine,
-        threads=threads,
-        io=io,
-        kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        activation_bytes=activation_bytes,
-        flash_moe=flash_moe,
-        active_experts=active_experts,
-        shared_experts=shared_experts,
-        reselect_every=reselect_every,
-        flash_head=flash_head,
-        sequences=sequences,
-        prompt_cache_bytes=prompt_cache_bytes,
-    )
-    tell = on_note or _warn
-    with ExitStack() as cleanup:
-        folder = resolve(source, offline=offline)
-        checkpoint = open_checkpoint(folder)
-        opened = open_model(checkpoint)
-        options.check_context(opened.config.max_position_embeddings)
-        _check_engine(opened, options)
-        for note in checkpoint.notes:
-            tell(note)
-        if isinstance(opened, MapleModel):
-            options.check_experts(opened.config.num_experts, opened.config.num_experts_per_tok)
-            if opened.form is Form.BF16:
-                opened = _convert(opened, cleanup, tell)
-        tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
-        sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
-        if chat_template is not None:
-            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
-            if template is None:
-                raise TextError(f"there is no chat template {chat_template}")
-            sidecar = replace(sidecar, chat_template=template)
-        prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
-        return Model(
-            open_engine=lambda: _open_engine(opened, options),
-            config=checkpoint.config,
-            sidecar=sidecar,
-            tokenizer=tokenizer,
-            plan_context=lambda: _plan_context(opened, options),
-            vocab_size=opened.config.vocab_size,
-            folder=folder,
-            memory_bytes=budget_bytes,
-            prompts=prompts,
-            on_note=tell,
-            resources=cleanup.pop_all(),
-        )
-
-
-def _engine_options(**values: Any) -> EngineOptions:
-    from spile.engines import EngineOptions
-
-    return EngineOptions(**values)
-
-
-def _prompts(
-    opened: AnyModel, options: EngineOptions, folder: str | Path | None, limit: int | str, tell: OnNote
-) -> PromptReuse:
-    from spile.files.fingerprint import fingerprint
-
-    limit_nbytes = parse_size(limit, name="prompt_cache_limit") if isinstance(limit, str) else limit
-    if isinstance(limit_nbytes, bool) or not isinstance(limit_nbytes, Integral) or limit_nbytes < 1:
-        raise OptionError(f"prompt_cache_limit is {quote(limit)}: it must be bytes, or a size such as '2GB'")
-    every = options.reselect_every
-    return PromptReuse(
-        lambda: fingerprint(opened.checkpoint),
-        budget_nbytes=options.prompt_cache_bytes,
-        folder=None if folder is None else Path(folder).expanduser(),
-        limit_nbytes=limit_nbytes,
-        obstacle=None if every == 1 else f"with reselect_every {every} a token depends on more than its text",
-        on_note=tell,
-    )
-
-
-def _check_engine(opened: AnyModel, options: EngineOptions) -> None:
-    """Check that there is an engine for a model, before anything is read for it."""
-    from spile.engines import choose_engine
-
-    if choose_engine(opened, options) == "mlx":
-        from spile.engines.mlx.adapter import require
-
-        require()
-
-
-def _open_engine(opened: AnyModel, options: EngineOptions) -> Engine:
-    from spile.engines import open_engine
-
-    return open_engine(opened, options)
-
-
-def _plan_context(opened: AnyModel, options: EngineOptions) -> int:
-    from spile.architectures.maple import MapleModel
-    from spile.engines import choose_engine
-    from spile.residency.experts import ExpertTable
-    from spile.residency.plan import make_plan
-
-    if choose_engine(opened, options) == "mlx":  # which plans with the model at hand, and checks again
-        return options.context or opened.config.max_position_embeddings
-    assert isinstance(opened, MapleModel), "the cpu engine was chosen"
-    return make_plan(opened, ExpertTable(opened), options).context
-
-
-def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
-    """Convert a small bf16 source into a temporary folder, which goes when `cleanup` closes; refuse a large
-    one.
-    """
-    from spile.architectures.maple import open_maple
-    from spile.files.checkpoint import open_checkpoint
-    from spile.making.convert import convert_folder
-
-    folder = maple.checkpoint.folder
-    packed_nbytes = int(_PACKED_PART * sum(tensor.nbytes for tensor in maple.checkpoint.tensors.values()))
-    if packed_nbytes >= _LARGEST_CONVERTED_NBYTES:
-        raise UnsupportedModelError(
-            f"{folder} holds the bf16 weights of training, and spile runs them packed to 2 bits",
-            f"Convert them once: spile convert {folder} NEW_FOLDER",
-        )
-    size = format_size(packed_nbytes)
-    tell(f"{folder} holds bf16 weights: they are packed to 2 bits in a temporary folder ({size})")
-    temporary = cleanup.enter_context(TemporaryDirectory(prefix="spile-"))
-    packed = Path(temporary) / "model"
-    convert_folder(folder, packed)
-    return open_maple(open_checkpoint(packed))
-
-
-def _warn(note: str) -> None:
+def warn_of(note: str) -> None:
     warnings.warn(note, stacklevel=3)

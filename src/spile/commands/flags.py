@@ -331,7 +331,7 @@ class EngineFlags:
         Raises: as `spile.load`.
         """
         from spile.console.terminal import note
-        from spile.model import load
+        from spile.loading import load
         from spile.sizes import parse_size
 
         prompts = prompts or PromptCacheFlags()

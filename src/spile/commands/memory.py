@@ -282,8 +282,8 @@ def _routing(path: Path, maple: MapleModel) -> Routing:
 
 def _load_text(folder: Path) -> None:
     """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
-    from spile.model import load
+    from spile.loading import load
 
     with load(folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
         if model.tokenizer is not None:
-            model.encode("Once upon a time", raw=True)
+            model.encode("Once upon a time", raw=model.chat_template is None)

@@ -168,13 +168,16 @@ def serve(
     from spile.server.run import Load, Serving
 
     parallel = server.parallel or _PARALLEL
-    loopback = is_loopback(server.host)
+    host = server.host
+    if host.startswith("[") and host.endswith("]"):  # as in a URL
+        host = host[1:-1]
+    loopback = is_loopback(host)
     if not loopback and server.api_key is None:
         raise OptionError(
-            f"--host {server.host} lets others reach this server, and it has no key",
+            f"--host {host} lets others reach this server, and it has no key",
             "Give --api-key KEY (or SPILE_API_KEY), or leave --host out.",
         )
-    with open_socket(server.host, server.port) as listener:
+    with open_socket(host, server.port) as listener:
         address = _url(listener.getsockname())
         note(f"listening on {address}, loading the model", word="")
 

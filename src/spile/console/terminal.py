@@ -348,9 +348,12 @@ def unanswered_note(stats: Stats, context: int) -> str:
 
 
 def note(text: str, *, word: str = "note: ") -> None:
-    """Write a line to standard error; where that is closed, to nobody."""
+    """Write a line to standard error, below an answer's unfinished one; where that is closed, to nobody."""
     with suppress(OSError):
-        print(f"{word}{text}", file=sys.stderr, flush=True)
+        begins = "\n" if _cursor.column and sys.stderr.isatty() else ""
+        print(f"{begins}{word}{text}", file=sys.stderr, flush=True)
+        if begins:
+            _cursor.column = 0
 
 
 def fitting(text: str) -> str:

@@ -81,6 +81,9 @@ class EngineOptions:
         ):
             if isinstance(count, bool) or not isinstance(count, Integral) or not 0 <= count <= most:
                 raise OptionError(f"{name} is {quote(count)}: it must be an integer from 0 to {most:,}")
+        for name in ("flash_moe", "flash_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is {quote(getattr(self, name))}: it must be True or False")
         if self.io == "mapped" and (self.flash_moe or self.active_experts is not None):
             asked = "flash_moe" if self.active_experts is None else "active_experts"
             raise OptionError(f"io is 'mapped': that keeps no pool of experts, and {asked} asks for one")

@@ -58,6 +58,7 @@ class Stats:
     tokens_per_second = (n - 1) / (time of the last token - time of the first): the prompt's time is not in
     it. time_to_first_token_seconds counts from the request on, opening the engine included. cached_tokens are
     those of the prompt that were read before and not computed again; prompt_tokens_per_second is about the others.
+    reasoning_tokens are those of completion_tokens that were reasoning, its markers included.
     """
 
     prompt_tokens: int
@@ -74,6 +75,7 @@ class Stats:
     stall_seconds: float
     engine: str
     exact: bool
+    reasoning_tokens: int = 0
 
     @property
     def hit_rate(self) -> float | None:
@@ -244,7 +246,7 @@ def generate(
                 kept.keep((len(token_ids), cut))
             if clock.num_tokens != sampling.max_tokens:
                 logits = engine.decode(state, token_id)
-        stats = clock.stats(len(token_ids), num_cached, engine, before)
+        stats = clock.stats(len(token_ids), num_cached, answer.num_reasoning, engine, before)
         piece = answer.flush()
         if answer.stopped_by is not None:
             finish_reason = "stop"
@@ -271,6 +273,8 @@ class _Answer:
     def __init__(
         self, decoder: Decoder | None, splitter: ReasoningSplitter | None, stops: StopFilter
     ) -> None:
+        self.num_reasoning = 0  # tokens, which come before all others
+        self._num_tokens = 0
         self._decoder = decoder
         self._splitter = splitter
         self._stops = stops
@@ -281,7 +285,13 @@ class _Answer:
 
     def push(self, token_id: int) -> Piece:
         decoded = self._decoder.push(token_id) if self._decoder else ""
-        piece = self._splitter.push(decoded) if self._splitter else Piece("", decoded)
+        self._num_tokens += 1
+        piece = Piece("", decoded)
+        if self._splitter is not None:
+            was_thinking = self._splitter.is_thinking
+            piece = self._splitter.push(decoded)
+            if was_thinking or self._splitter.is_thinking or piece.reasoning:
+                self.num_reasoning = self._num_tokens
         return Piece(piece.reasoning, self._stops.push(piece.text))
 
     def flush(self) -> Piece:
@@ -316,7 +326,9 @@ class _Clock:
         if self.prefilled is None:
             self.prefilled = time.perf_counter()
 
-    def stats(self, prompt_tokens: int, cached_tokens: int, engine: Engine, before: Counters) -> Stats:
+    def stats(
+        self, prompt_tokens: int, cached_tokens: int, reasoning_tokens: int, engine: Engine, before: Counters
+    ) -> Stats:
         after = engine.counters()
         return Stats(
             prompt_tokens=prompt_tokens,
@@ -333,6 +345,7 @@ class _Clock:
             stall_seconds=after.stall_seconds - before.stall_seconds,
             engine=engine.name,
             exact=engine.exact,
+            reasoning_tokens=reasoning_tokens,
         )
 
 

@@ -39,6 +39,7 @@ _MOST_LEXER_STATES = 20_000
 _MOST_CHARACTERS = 64_000
 _LARGEST_MULTIPLE = 10_000
 _SNIPPET = re.compile(r"^ *\d+ \| ")  # a line of the grammar that llguidance quotes in its reasons
+_DEAD_END = "NoExtensionBias"  # llguidance's word for it
 _WHERE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -231,7 +232,8 @@ def _reason(error: str) -> str:
         if _SNIPPET.match(line) or line.startswith("<state>"):
             break
         lines.append(line.strip())
-    return quote(_WHERE.sub("", " ".join(lines)))[1:-1]
+    reason = _WHERE.sub("", " ".join(lines))
+    return "no text can follow it" if reason.startswith(_DEAD_END) else quote(reason)[1:-1]
 
 
 def _import() -> Any:

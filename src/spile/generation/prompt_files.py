@@ -1,11 +1,11 @@
 """Keys and values of a prompt into a file and back, with all that must agree for it to be of use.
 
-A file is: 8 bytes of magic, a header's length (4 bytes, little-endian), the header (JSON), the full layers' bits,
-the sliding layers' bits, and two SHA-256, each over the header and one kind's bits. Bits come in runs of
-128 positions, layer by layer in each. The header says which token ids the positions `start` and on belong to, from
-which position on sliding layers are there, and the identity: model, engine, bits and whatever else changes
-what is stored. Everything is checked before it is used; nothing in a file is ever executed. A file appears
-whole or not at all, readable by its owner alone.
+A file is: 8 bytes of magic, a header's length (4 bytes, little-endian), the header (JSON), the full layers'
+bits, the sliding layers' bits, and three SHA-256: of all before the bits, and twice of that and one kind's
+bits. Bits come in runs of 128 positions, layer by layer in each. The header says which token ids the positions
+`start` and on belong to, from which position on sliding layers are there, and the identity: model, engine, bits
+and whatever else changes what is stored. Everything is checked before it is used; nothing in a file is ever
+executed. A file appears whole or not at all, readable by its owner alone.
 
 It does not know what a prompt says: `about` is the caller's.
 """
@@ -30,10 +30,11 @@ from spile.errors import PromptFileError, WriteError, quote
 from spile.files.writer import FULL_DISK
 from spile.generation.prompt_blocks import BLOCK, Ids
 
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"spile kv"
 _LONGEST_HEADER = 1 << 25  # bytes: 140,000 ids take 1 MB, a prompt's text as much
 _DIGEST_NBYTES = 32
+_NUM_DIGESTS = 3  # the header's, and that of each kind
 _KINDS: tuple[LayerKind, LayerKind] = ("full", "sliding")
 _numbers = itertools.count()
 
@@ -104,14 +105,16 @@ class PromptFile:
     def nbytes(self) -> int:
         """The size that the file has to have."""
         bits = sum(self._num_positions(kind) * sum(self.row_nbytes[kind]) for kind in _KINDS)
-        return self.data_start + bits + 2 * _DIGEST_NBYTES
+        return self.data_start + bits + _NUM_DIGESTS * _DIGEST_NBYTES
 
 
 def open_prompt_file(path: Path) -> PromptFile:
-    """Read and check a file's header. Whether it belongs to a model is `check_identity`'s.
+    """Read and check a file's header, its digest too. Whether it belongs to a model is `check_identity`'s.
 
     Raises: PromptFileError for a file that is missing, damaged, cut short, or none of ours.
     """
+    import hashlib
+
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # a pipe may never end
             raise PromptFileError(f"{_shown(path)} is no saved prompt: it is no regular file")
@@ -124,6 +127,8 @@ def open_prompt_file(path: Path) -> PromptFile:
             if len(begin) < 12 or length > min(size, _LONGEST_HEADER):
                 raise PromptFileError(f"{_shown(path)} is damaged: its header does not fit {size:,} bytes")
             header = _read(file, length, path)
+            file.seek(max(file.tell(), size - _NUM_DIGESTS * _DIGEST_NBYTES))
+            digest = file.read(_DIGEST_NBYTES)
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         raise PromptFileError(f"{_shown(path)} cannot be read: {_reason(error)}") from error
     found = _parsed(path, header)
@@ -131,12 +136,16 @@ def open_prompt_file(path: Path) -> PromptFile:
         raise PromptFileError(
             f"{_shown(path)} is damaged: it has {size:,} bytes and its header speaks of {found.nbytes():,}"
         )
+    if digest != hashlib.sha256(begin + header).digest():
+        raise PromptFileError(f"{_shown(path)} is damaged: its header is not what was written")
     return found
 
 
 def is_prompt_file(path: Path) -> bool:
     """Whether a file begins as ours do, damaged or not."""
     try:
+        if not path.is_file():  # a pipe may never end
+            return False
         with open(path, "rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except (OSError, ValueError):
@@ -191,7 +200,7 @@ def write_prompt_file(
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(begin)
-            digests = []
+            digests = [hashlib.sha256(begin).digest()]
             for kind, first in zip(_KINDS, (start, sliding_start), strict=True):
                 digest = hashlib.sha256(begin)
                 for low, high in _runs(first, end):

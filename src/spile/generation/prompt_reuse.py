@@ -85,6 +85,8 @@ class PromptReuse:
         Raises: OptionError, and WriteError where nothing can be written.
         """
         checked = _checked(path, "save_prompt")
+        if checked.is_symlink():  # which stays, and its file is replaced
+            checked = checked.resolve()
         self._check_possible("save_prompt")
         if not checked.parent.is_dir():
             raise WriteError(f"{checked} cannot be written: there is no folder {checked.parent}")

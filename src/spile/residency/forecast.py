@@ -3,9 +3,10 @@
 It measures nothing and touches no disk; `engines/cpu/probe.py` tries the engine's steps.
 
 A decoded token's layer takes the time of one whose experts are all in the pool, and for every missing expert its part
-of what a layer of missing experts takes longer. A prompt's chunk, read cold, overlaps its reads with the experts'
-computation and not with attention, where nothing is in flight yet; read from the page cache, the same threads copy and
-compute. How many experts are missing is the routing's: what a recorded trace says, or what is usual.
+of what a layer of missing experts takes longer; from the disk, a few together are read more slowly than many. A
+prompt's chunk, read cold, overlaps its reads with the experts' computation and not with attention, where nothing is in
+flight yet; read from the page cache, the same threads copy and compute. How many experts are missing is the routing's:
+what a recorded trace says, or what is usual.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ class Probe:
     attend_seconds: float  # of a token: attention and router
     resident_seconds: float  # of a token, every expert in place in mapped files
     pooled_seconds: float  # the same, through a pool that holds them all
+    half_disk_seconds: float | None  # of a token of whose experts half are read from the disk
     disk_seconds: float | None  # of a token whose experts are all read from the disk
     cached_seconds: float | None  # of a token whose experts are all copied from the page cache
     head_seconds: float  # of a token, all rows resident
     chunks: Mapping[int, ChunkSeconds]  # by tokens
     cached_nbytes: float | None  # bytes a second copied from the page cache
     disk_nbytes: float | None  # bytes a second read from the disk, many reads in flight
-    small_page_nbytes: (
-        float | None
-    )  # bytes a second read from the disk into small pages, as the page cache's are
+    small_page_nbytes: float | None  # the same into small pages, as the page cache's are
+    overlap_loss: float  # times longer than reading or computing alone a chunk takes to do both at once
     fresh_nbytes: float  # bytes a second of memory taken from the system: a virtual machine's may be slow
 
 
@@ -173,16 +174,21 @@ class _Sum:
                 self._prefill_warm(),
             )
         if probe.disk_seconds is not None:
-            cold, prefill_cold = 1 / self._decode(probe.disk_seconds, probe.disk_nbytes), self._prefill_cold()
+            cold = 1 / self._decode(probe.disk_seconds, probe.disk_nbytes, probe.half_disk_seconds)
+            prefill_cold = self._prefill_cold()
         return Forecast(self._hit_rate, missed, warm, cold, prefill_warm, prefill_cold)
 
-    def _decode(self, missing_seconds: float | None, rate: float | None) -> float:
-        """Seconds of a token; `missing_seconds` of a layer whose experts are all missing."""
+    def _decode(
+        self, missing_seconds: float | None, rate: float | None, half_seconds: float | None = None
+    ) -> float:
+        """Seconds of a token; `missing_seconds` of a layer whose experts are all missing, and if half are."""
         config, probe = self._config, self._probe
         hit = probe.resident_seconds if self._plan.is_mapped else probe.pooled_seconds
         layer = hit
         if missing_seconds is not None:
-            layer += (1 - self._hit_rate) * max(0.0, missing_seconds - hit)
+            most = max(hit, missing_seconds)
+            half = (hit + most) / 2 if half_seconds is None else min(max(hit, half_seconds), most)
+            layer = float(np.interp(1 - self._hit_rate, (0.0, 0.5, 1.0), (hit, half, most)))
         experts = probe.resident_seconds - probe.attend_seconds
         dense = config.intermediate_size / (config.num_experts_per_tok * config.moe_intermediate_size)
         return (
@@ -217,7 +223,7 @@ class _Sum:
             # the pool's memory comes from the system as it is first filled, on the threads that compute
             fresh = min(missing, self._num_slots - resident) * self._expert_nbytes / probe.fresh_nbytes
             attend, experts = (seconds * scale for seconds in probe.chunks[tried])
-            chunks.append(_Chunk(attend, experts + fresh, missing * self._expert_nbytes))
+            chunks.append(_Chunk(attend, experts, fresh, missing * self._expert_nbytes))
             resident = self._num_slots
         return chunks
 
@@ -226,15 +232,18 @@ class _Sum:
         rate = self._probe.cached_nbytes
         if rate is None and not self._plan.is_mapped:
             return None
-        seconds = sum(c.attend + c.experts + c.missing_nbytes / (rate or 1) for c in self._chunks())
+        seconds = sum(c.attend + c.experts + c.fresh + c.missing_nbytes / (rate or 1) for c in self._chunks())
         return _PROMPT_TOKENS / (seconds + self._head(rate))
 
     def _prefill_cold(self) -> float | None:
         """Experts are computed while others are read; nothing is read during attention."""
-        rate = self._probe.disk_nbytes
+        rate, loss = self._probe.disk_nbytes, self._probe.overlap_loss
         if rate is None:
             return None
-        seconds = sum(c.attend + max(c.experts, c.missing_nbytes / rate) for c in self._chunks())
+        seconds = sum(
+            c.attend + max(c.experts + c.fresh, loss * max(c.experts, c.missing_nbytes / rate))
+            for c in self._chunks()
+        )
         return _PROMPT_TOKENS / (seconds + self._head(rate))
 
     def _mapped_prefill_cold(self) -> float | None:
@@ -250,4 +259,5 @@ class _Chunk(NamedTuple):
 
     attend: float
     experts: float
+    fresh: float  # to take the pool's memory
     missing_nbytes: int

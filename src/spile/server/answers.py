@@ -150,6 +150,7 @@ class Answers:
         per_prompt = per_choice[:: self.request.n]
         prompt = sum(stats.prompt_tokens for stats in per_prompt)
         completion = sum(stats.completion_tokens for stats in per_choice)
+        reasoning = sum(stats.reasoning_tokens for stats in per_choice)
         cached = sum(stats.cached_tokens for stats in per_prompt)
         figures, first = self._task.figures(), per_choice[0]
         rates = [stats.tokens_per_second for stats in per_choice if stats.tokens_per_second is not None]
@@ -161,6 +162,7 @@ class Answers:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
             "spile": {
                 "bytes_read": figures.bytes_read,
                 "hits": figures.hits,

@@ -131,9 +131,7 @@ class Service:
         self._check_model(model)
 
         def encode(loaded: Model) -> list[int]:
-            if rendering.get("raw") and loaded.tokenizer is not None and not adds_first:
-                return loaded.tokenizer.encode(prompt, add_bos=False)
-            return loaded.encode(prompt, **rendering)
+            return loaded.encode(prompt, add_bos=adds_first, **rendering)
 
         token_ids = await asyncio.wrap_future(self._worker.call(encode))
         context = self._worker.context
@@ -156,8 +154,8 @@ class Service:
         return json_reply({"prompt": await asyncio.wrap_future(self._worker.call(decode))})
 
     async def health(self, http: HttpRequest) -> Response:
-        phase = self._worker.phase
-        return json_reply({"status": phase}, 200 if phase == "ok" else 503)
+        found = self._worker.health
+        return json_reply({"status": found}, 200 if found == "ok" else 503)
 
     async def status(self, http: HttpRequest) -> Response:
         more = {"model": self._model_id, "budget_bytes": self._options.budget_bytes}

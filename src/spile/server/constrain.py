@@ -41,7 +41,11 @@ def make_constraint(request: Request, model: Model, *, begins_inside: bool | Non
     param = "tools" if request.response_format is None else "response_format"
     try:
         grammar = request_grammar(request)
-        return None if grammar is None else model.constraint(grammar, begins_inside=begins_inside)
+        if grammar is None:
+            return None
+        constraint = model.constraint(grammar, begins_inside=begins_inside)
+        constraint.allowed()  # what no text can follow is told before any work
+        return constraint
     except (OptionError, TextError) as error:
         raise RequestError(error.message, param=param, code="unsupported_schema", hint=error.hint) from error
 

@@ -41,7 +41,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._is_loopback and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        if self._is_loopback and not is_loopback(_hostname(host)):
             return _forbidden(
                 "this server answers only requests to a loopback address, such as 127.0.0.1", "host"
             )
@@ -61,7 +61,7 @@ class Guard:
     def _is_welcome(self, origin: str, host: str) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
-        return urlsplit(origin).netloc == host != ""
+        return origin.partition("://")[2] == host != ""
 
 
 def is_loopback(host: str) -> bool:
@@ -72,6 +72,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _hostname(host: str) -> str:
+    """Return what a Host header names, without its port; empty for what names nothing."""
+    if "@" in host:
+        return ""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
 
 
 def _forbidden(message: str, param: str) -> Response:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spile.server.errors import Failure
-from spile.server.tasks import Task
+from spile.server.tasks import Figures, Task
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 200, 500, 1000, 5000)
@@ -57,7 +57,6 @@ class Metrics:
 
     def answered(self, task: Task) -> None:
         """Count a request whose answers all ended."""
-        figures = task.figures()
         with self._lock:
             for choice in task.choices:
                 stats = choice.stats
@@ -65,7 +64,6 @@ class Metrics:
                 self._count(str(choice.finish_reason))
                 self.prompt_tokens += stats.prompt_tokens
                 self.cached_tokens += stats.cached_tokens
-                self.completion_tokens += stats.completion_tokens
                 for histogram, value in (
                     (self.first_token_seconds, stats.time_to_first_token_seconds),
                     (self.prompt_rates, stats.prompt_tokens_per_second),
@@ -73,9 +71,18 @@ class Metrics:
                 ):
                     if value is not None and math.isfinite(value):
                         histogram.add(value)
-            self.stall_seconds += figures.stall_seconds
-            self.compute_seconds += figures.compute_seconds
             self.request_seconds.add(task.seconds)
+
+    def worked(self, step: Figures) -> None:
+        """Count one step of an answer, whatever becomes of it."""
+        with self._lock:
+            self.stall_seconds += step.stall_seconds
+            self.compute_seconds += step.compute_seconds
+
+    def said(self) -> None:
+        """Count a token of an answer, whatever becomes of it."""
+        with self._lock:
+            self.completion_tokens += 1
 
     def failed(self, task: Task, failure: Failure) -> None:
         """Count a request that ended in an error."""

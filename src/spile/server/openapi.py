@@ -180,6 +180,7 @@ def _response_schemas() -> dict[str, Any]:
         {
             **dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT),
             "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "completion_tokens_details": _object({"reasoning_tokens": _COUNT}),
             "spile": _object(took),
         }
     )
@@ -212,7 +213,7 @@ def _response_schemas() -> dict[str, Any]:
             "owned_by": {"type": "string"},
         }
     )
-    phase = {"enum": ["loading", "ok", "failed", "stopping"]}
+    phase = {"enum": ["loading", "ok", "failing", "failed", "stopping"]}
     return {
         "Error": _object({"error": error}),
         "Usage": usage,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,17 @@ class Choice:
     def is_prompt(self) -> bool:
         """Whether the next step reads a piece of the prompt."""
         return self.first is None and self.stats is None
+
+    @contextmanager
+    def measured(self, counters: Callable[[], Counters], tell: Callable[[Figures], None]) -> Iterator[None]:
+        """Count what the engine does inside for this answer, and tell what this step took, however it ends."""
+        before, started, step = counters(), time.perf_counter(), Figures()
+        try:
+            yield
+        finally:
+            step.add(before, counters(), time.perf_counter() - started)
+            self.figures += step
+            tell(step)
 
 
 _numbers = itertools.count(1)

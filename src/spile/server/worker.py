@@ -12,14 +12,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from spile.engines.base import Counters
-from spile.errors import SpileError
+from spile.errors import ReadError, SpileError
 from spile.generation.generate import Chunk
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes, peak_memory_bytes
@@ -83,6 +83,7 @@ class Worker:
         self._num_accepted = 0  # requests that are not over
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._num_unreadable = 0  # requests in a row that failed as weights could not be read
         self._token_times: deque[float] = deque(maxlen=1000)
         self._thread = threading.Thread(target=self._run, name="spile-model", daemon=True)
 
@@ -155,6 +156,13 @@ class Worker:
         """What was read and found since the engine was opened."""
         counters = self.model.counters() if self.model is not None and self.phase == "ok" else None
         return counters or Counters()
+
+    @property
+    def health(self) -> str:
+        """How it is: "ok", or why nothing is answered. Weights that fail one request may be there for the next; where
+        they fail two in a row, it is "failing" until one is answered.
+        """
+        return "failing" if self.phase == "ok" and self._num_unreadable > 1 else self.phase
 
     @property
     def context(self) -> int | None:
@@ -285,7 +293,7 @@ class Worker:
         task, was_prompt = choice.task, choice.is_prompt
         started = time.perf_counter()
         try:
-            with self._measured(choice):
+            with choice.measured(self._engine().counters, self.metrics.worked):
                 chunk = next(choice.stream)
         except _LeftError:
             if task.is_cancelled:
@@ -302,6 +310,7 @@ class Worker:
             choice.first = now
         if chunk.token_id is not None:
             choice.completion_tokens += 1
+            self.metrics.said()
             self._token_times.append(now)
         if chunk.finish_reason is None:
             task.tell(Said(choice.index, chunk, entries_of(chunk, self.model)))
@@ -312,20 +321,11 @@ class Worker:
         task.tell(Said(choice.index, chunk))
         if all(other.stats is not None for other in task.choices):
             self._tasks.remove(task)
+            self._num_unreadable = 0
             self.metrics.answered(task)
             self.log.answered(task)
             task.tell(Done())
             self._end(task)
-
-    @contextmanager
-    def _measured(self, choice: Choice) -> Iterator[None]:
-        """Count what the engine does inside for this answer."""
-        engine = self._engine()
-        before, started = engine.counters(), time.perf_counter()
-        try:
-            yield
-        finally:
-            choice.figures.add(before, engine.counters(), time.perf_counter() - started)
 
     def _note_prefill(self, choice: Choice, done: int, total: int) -> None:
         if choice.task.is_cancelled or self._is_stopping:
@@ -342,6 +342,8 @@ class Worker:
         failure = failure_of(error)
         if failure.status >= 500:
             self.log.failed(task, error)
+        if isinstance(error, ReadError):
+            self._num_unreadable += 1
         self.metrics.failed(task, failure)
         self._drop(task, partial(task.tell, Failed(failure)))
 

@@ -25,6 +25,7 @@ _PROGRAM_ERRORS = (
     LookupError,
     MemoryError,
     RecursionError,
+    SyntaxError,  # of the Python that Jinja makes of it
     TypeError,
     ValueError,
 )

@@ -1,9 +1,10 @@
 """Turns about a second of this machine into the times that a forecast is made of: the engine's own steps, tried on
 made-up weights of a model's shapes, and its reads of the model's files or of any large file.
 
-It does not know budgets or plans, and reads no weights but experts' bytes, which it forgets. A token is tried in four
-ways: every expert in place; every expert in the pool; all missing and read from the disk; all missing and copied from
-the page cache. Attention, router and pool are as many bytes as a processor's cache does not hold, as in a model.
+It does not know budgets or plans, and reads no weights but experts' bytes, which it forgets. A token is tried in five
+ways: every expert in place; every expert in the pool; half of them missing, and all, and read from the disk; all
+missing and copied from the page cache. Attention, router and pool are as many bytes as a processor's cache does not
+hold, as in a model.
 """
 
 from __future__ import annotations
@@ -72,13 +73,14 @@ def probe_machine(
     trial = Trial(config, table, threads, sorted(set(chunks)), kv, mapped)
     chunk_seconds = {chunk: trial.chunk(chunk) for chunk in trial.chunks}
     attend, resident = trial.resident()
-    head = trial.head(config.vocab_size)
     fresh_rate = _fresh_rate(min(fresh_nbytes, _FRESH_NBYTES))
     trial.drop_weights_of_experts()
+    head = trial.head(config.vocab_size)
     probe = Probe(
         attend_seconds=attend,
         resident_seconds=resident,
         pooled_seconds=resident,
+        half_disk_seconds=None,
         disk_seconds=None,
         cached_seconds=None,
         head_seconds=head,
@@ -86,6 +88,7 @@ def probe_machine(
         cached_nbytes=None,
         disk_nbytes=None,
         small_page_nbytes=None,
+        overlap_loss=1.0,
         fresh_nbytes=fresh_rate,
     )
     if not table.expert_nbytes:
@@ -95,9 +98,17 @@ def probe_machine(
         with contextlib.suppress(SpileError, OSError):  # files that cannot be read: the forecast says less
             if files:
                 tried = table if are_weights else FileTable(table, files[0].stat().st_size)
-                pooled, disk, rate, small = trial.disk(tried, files)
-                probe = replace(probe, pooled_seconds=pooled, disk_seconds=disk)
-                probe = replace(probe, disk_nbytes=rate, small_page_nbytes=small)
+                disk = trial.disk(tried, files)
+                pooled = disk.pooled_seconds
+                probe = replace(
+                    probe,
+                    pooled_seconds=pooled,
+                    half_disk_seconds=disk.half_seconds,
+                    disk_seconds=disk.missing_seconds,
+                    disk_nbytes=disk.nbytes,
+                    small_page_nbytes=disk.small_page_nbytes,
+                    overlap_loss=disk.loss,
+                )
         with contextlib.suppress(SpileError, OSError):
             if cached:
                 if not files:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +20,38 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.decoder import make_decoder
+from spile.engines.cpu.trial_reads import Copied, PoolFetch, stream_rate
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable, encode_bf16
 from spile.residency.forecast import ChunkSeconds
 from spile.residency.kv import KvFormat
-from spile.residency.policy import Policy
-from spile.residency.slots import Batch, Slots
-from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
+from spile.residency.slots import Batch
+from spile.residency.store import Store
 
-_LAYERS = 6  # of attention and router: 22 MB of a full-size model
+_LAYERS = 12  # of attention and router: 44 MB of a full-size model
+_TOKEN_LAYERS = 6  # that a token runs through: the first ones and the others in turn
 _IN_PLACE_NBYTES = 64_000_000  # of experts: twice a processor's cache
-_HEAD_ROWS = 16_384
+_HEAD_ROWS = 49_152  # 57 MB
 _ROWS = 256  # of the made-up embedding table: as many distinct tokens as a page of text has
-_DISK_SECONDS, _STREAM_SECONDS = 0.5, 0.3
+_DISK_SECONDS = 0.6
 _TOKENS = 8  # tried with experts in memory
-_IN_FLIGHT = 16  # experts, as in the pool
 _CACHED_TOKENS = 8  # whose experts are copied from the page cache: 300 MB of a full-size model
 
 _Fetch = Callable[[int, NDArray[np.int32], NDArray[np.int32]], Iterable[Batch]]
+_Tried = tuple[float, ...]  # misses and seconds of a token, three times
+
+
+class DiskTimes(NamedTuple):
+    """Of a layer of a token: all its experts in the pool, half of them, none; bytes a second of reads in a row, and
+    into small pages; how many times longer than reading or computing alone a chunk takes for both.
+    """
+
+    pooled_seconds: float
+    half_seconds: float
+    missing_seconds: float
+    nbytes: float
+    small_page_nbytes: float
+    loss: float
 
 
 class Trial:
@@ -52,6 +67,7 @@ class Trial:
         mapped: list[Path],
     ) -> None:
         layers = min(_LAYERS, config.num_hidden_layers)
+        self._token_layers, self._first_layer = min(_TOKEN_LAYERS, layers), 0
         context = max(chunks) + 1024
         self._config = replace(
             config,
@@ -63,7 +79,8 @@ class Trial:
         self._table, self.chunks = table, chunks
         self._kept: list[NDArray[np.generic]] = []
         self._rng = np.random.default_rng(0)
-        self._attend_seconds = 0.0
+        self._attend_seconds: list[float] = []
+        self._computing: dict[int, float] = {}  # seconds of a chunk's experts
         self._next_place = 0
         self._mapped: list[NDArray[np.uint8]] = []
         self._place_experts(mapped)
@@ -80,7 +97,6 @@ class Trial:
         for layer in range(layers):
             self._decoder.set_layer(layer, self._layer())
         self._decoder.set_final_norm(self._ones(config.hidden_size))
-        self._head = self._nibbles(self._config.vocab_size)
         self._embedding = self._nibbles(_ROWS)
         self._cache = self._decoder.new_cache()
         self._ids = np.empty(config.num_experts, np.int32)
@@ -89,46 +105,50 @@ class Trial:
 
     def chunk(self, num_tokens: int) -> ChunkSeconds:
         """Time one layer of a prefill chunk, every expert in place."""
-        best = ChunkSeconds(float("inf"), float("inf"))
-        for _ in range(2):  # the first time, buffers are touched for the first time
-            rows = self._rng.integers(0, _ROWS, num_tokens)
-            self._cache.position = 0
-            self._decoder.begin(*self._embedding, rows)
-            started = time.perf_counter()
-            self._decoder.attend(self._cache, 0)
-            num = self._decoder.route(0, self._ids, self._counts)
-            routed = time.perf_counter()
-            for ids, places in self._in_place(0, self._ids[:num], self._counts[:num]):
-                self._decoder.experts(0, ids, places)
-            self._decoder.combine()
-            ended = time.perf_counter()
-            if ended - started < sum(best):
-                best = ChunkSeconds(routed - started, ended - routed)
+        # the first time, buffers are touched for the first time
+        best = min((self._chunk(num_tokens, self._in_place) for _ in range(3)), key=sum)
         self._cache.position = num_tokens
+        self._computing[num_tokens] = best.experts
         return best
+
+    def _chunk(self, num_tokens: int, fetch: _Fetch) -> ChunkSeconds:
+        rows = self._rng.integers(0, _ROWS, num_tokens)
+        position, self._cache.position = self._cache.position, 0
+        self._decoder.begin(*self._embedding, rows)
+        started = time.perf_counter()
+        self._decoder.attend(self._cache, 0)
+        num = self._decoder.route(0, self._ids, self._counts)
+        routed = time.perf_counter()
+        for ids, places in fetch(0, self._ids[:num], self._counts[:num]):
+            self._decoder.experts(0, ids, places)
+        self._decoder.combine()
+        ended = time.perf_counter()
+        self._cache.position = position
+        return ChunkSeconds(routed - started, ended - routed)
 
     def resident(self) -> tuple[float, float]:
         """Time a layer of a token with every expert in place: its attention and router alone, and all of it."""
-        self._token(0, self._in_place)
-        self._attend_seconds = 0.0
-        best = sorted(self._token(index, self._in_place) for index in range(_TOKENS))[_TOKENS // 2]
-        layers = self._config.num_hidden_layers
-        return self._attend_seconds / _TOKENS / layers, best / layers
+        for index in range(2):
+            self._token(index, self._in_place)
+        self._attend_seconds.clear()
+        seconds = [self._token(index, self._in_place) for index in range(_TOKENS)]
+        layers = self._token_layers
+        return float(np.median(self._attend_seconds)) / layers, float(np.median(seconds)) / layers
 
     def head(self, vocab_size: int) -> float:
         """Time the logits of a token, for all `vocab_size` rows."""
         num_rows = self._config.vocab_size
-        seconds = []
+        head, seconds = self._nibbles(num_rows), []
         for _ in range(3):
             started = time.perf_counter()
             self._decoder.finish(1)
-            self._decoder.head(*self._head, 0, num_rows, self._out)
+            self._decoder.head(*head, 0, num_rows, self._out)
             seconds.append(time.perf_counter() - started)
+        del self._kept[-3:]
         return min(seconds) * vocab_size / num_rows
 
-    def disk(self, table: ExpertTable, files: list[Path]) -> tuple[float, float, float, float]:
-        """Time a layer of a token whose experts are in the pool, and all missing and read from the disk; bytes a second
-        of reads in a row.
+    def disk(self, table: ExpertTable, files: list[Path]) -> DiskTimes:
+        """Time tokens and a chunk whose experts are read from the disk.
 
         Raises: ReadError, and where direct reads are refused, so that the disk cannot be told from memory.
         """
@@ -136,72 +156,100 @@ class Trial:
         try:
             if not store.is_direct:
                 raise SpileError("direct reads are refused")
-            fetch = _PoolFetch(table, store, self._config.num_hidden_layers, self._num_slots())
-            tried: list[tuple[int, float]] = []
+            fetch = self._filled_pool(table, store)
+            tried: list[_Tried] = []
             started = time.perf_counter()
-            index = 0
-            while index < 2 or time.perf_counter() - started < _DISK_SECONDS:
-                tried += [
-                    self._try(index, fetch),
-                    self._try(index, fetch),
-                ]  # the second time most of it is there
-                index += 1
-            return (
-                *self._hit_and_missing(tried),
-                stream_rate(table, store),
-                stream_rate(table, store, small=True),
-            )
+            while len(tried) < 2 or time.perf_counter() - started < _DISK_SECONDS:
+                tried.append(self._try(2 * len(tried), fetch))
+            hit, half, missing = self._fitted(np.mean(np.array(tried), axis=0))
+            rate = stream_rate(table, store)
+            loss = self._loss(fetch, 2 * len(tried), rate)
+            return DiskTimes(hit, half, missing, rate, stream_rate(table, store, small=True), loss)
         finally:
             store.close()
 
     def cached(self, table: ExpertTable, files: list[Path]) -> tuple[float, float, float]:
         """Time the same with experts copied from the page cache; bytes a second that are copied."""
         store = Store(files, direct=False)
-        copied = _Copied(self._decoder)
+        copied = Copied(self._decoder)
         store.read_cached = copied.copy
         try:
-            fetch = _PoolFetch(table, store, self._config.num_hidden_layers, self._num_slots())
+            fetch = self._filled_pool(table, store)
             for _ in range(2):  # again, where the files were not in the page cache
-                copied.seconds, copied.is_whole = 0.0, True
-                tried = [self._try(index // 2, fetch) for index in range(2 * _CACHED_TOKENS)]
+                copied.seconds, copied.is_whole, before = 0.0, True, fetch.slots.misses
+                tried = [self._try(2 * index, fetch) for index in range(_CACHED_TOKENS)]
                 if copied.is_whole:
                     break
-            nbytes = sum(misses for misses, _ in tried) * self._table.expert_nbytes
-            return *self._hit_and_missing(tried), nbytes / max(1e-9, copied.seconds)
+            nbytes = (fetch.slots.misses - before) * self._table.expert_nbytes
+            hit, _, missing = self._fitted(np.median(np.array(tried), axis=0))
+            return hit, missing, nbytes / max(1e-9, copied.seconds)
         finally:
             store.close()
 
-    def _try(self, index: int, fetch: _PoolFetch) -> tuple[int, float]:
-        before = fetch.slots.misses
-        seconds = self._token(index, fetch)
-        return fetch.slots.misses - before, seconds
+    def _filled_pool(self, table: ExpertTable, store: Store) -> PoolFetch:
+        """Make a pool whose memory was touched."""
+        fetch = PoolFetch(table, store, self._token_layers, self._num_slots())
+        for index in range(-4, 0):
+            self._token(index, fetch)
+        return fetch
 
-    def _hit_and_missing(self, tried: list[tuple[int, float]]) -> tuple[float, float]:
-        """Return the seconds of a layer without and with all experts missing: a line through what was tried."""
-        misses, seconds = np.array(tried).T
-        spread = float(((misses - misses.mean()) ** 2).sum())
-        slope = (
-            float(((misses - misses.mean()) * (seconds - seconds.mean())).sum()) / spread if spread else 0.0
-        )
-        hit = max(0.0, float(seconds.mean() - slope * misses.mean())) / self._config.num_hidden_layers
-        return hit, hit + max(0.0, slope) * self._config.num_experts_per_tok
+    def _try(self, index: int, fetch: PoolFetch) -> _Tried:
+        """Run a token whose experts are missing, the same one again, and the next one with half of them there; return
+        what each missed and its seconds.
+        """
+        found = []
+        for token in (index, index, index + 1):
+            if token != index:
+                fetch.is_half = True
+                self._token(token, fetch)
+                fetch.is_half = False
+            before = fetch.slots.misses
+            seconds = self._token(token, fetch)
+            found += [fetch.slots.misses - before, seconds]
+        return tuple(found)
+
+    def _fitted(self, tried: NDArray[np.float64]) -> tuple[float, float, float]:
+        """Return the seconds of a layer with all its experts there, half of them, and none, from what `_try` found."""
+        most, most_seconds, least, least_seconds, some, some_seconds = tried.tolist()
+        K, L = self._config.num_experts_per_tok, self._token_layers
+        slope = max(0.0, most_seconds - least_seconds) / max(1e-9, most - least) if most > least else 0.0
+        hit = max(0.0, least_seconds - slope * least)
+        half = max(0.0, some_seconds - hit) / some * K * L / 2 if some else slope * K * L / 2
+        return hit / L, (hit + half) / L, (hit + slope * K * L) / L
+
+    def _loss(self, fetch: PoolFetch, index: int, rate: float) -> float:
+        """How many times longer than the longer of the two a chunk takes to read its experts and compute them."""
+        T, losses = max(self.chunks), []
+        fetch.in_order = True
+        for turn in range(2):
+            fetch.begin(index + turn)
+            before = fetch.slots.misses
+            seconds = self._chunk(T, fetch).experts
+            reading = (fetch.slots.misses - before) * self._table.expert_nbytes / rate
+            losses.append(seconds / max(self._computing[T], reading))
+        fetch.in_order = False
+        return max(1.0, min(losses))
 
     def _token(self, index: int, fetch: _Fetch) -> float:
         """Run one token through the layers and forget it; return its seconds."""
         decoder, ids, counts = self._decoder, self._ids, self._counts
         row = np.array([index % _ROWS], np.int64)
-        if isinstance(fetch, _PoolFetch):
+        if isinstance(fetch, PoolFetch):
             fetch.begin(index)
-        started = time.perf_counter()
+        first = self._first_layer
+        self._first_layer = (first + self._token_layers) % self._config.num_hidden_layers
+        attending, started = 0.0, time.perf_counter()
         decoder.begin(*self._embedding, row)
-        for layer in range(self._config.num_hidden_layers):
+        for turn in range(self._token_layers):
+            layer = (first + turn) % self._config.num_hidden_layers
             at = time.perf_counter()
             decoder.attend(self._cache, layer)
             num = decoder.route(layer, ids, counts)
-            self._attend_seconds += time.perf_counter() - at
-            for some_ids, places in fetch(layer, ids[:num], counts[:num]):
+            attending += time.perf_counter() - at
+            for some_ids, places in fetch(turn, ids[:num], counts[:num]):
                 decoder.experts(layer, some_ids, places)
             decoder.combine()
+        self._attend_seconds.append(attending)
         return time.perf_counter() - started
 
     def _in_place(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
@@ -219,7 +267,7 @@ class Trial:
         """Slots for two tokens: the second time that a token runs it finds all, another token nearly nothing."""
         K, E = self._config.num_experts_per_tok, self._config.num_experts
         all_experts = E * sum(self._table.is_moe(layer) for layer in range(self._table.num_layers))
-        return min(2 * K * self._config.num_hidden_layers, max(2 * K, all_experts // 2))
+        return min(2 * K * self._token_layers, max(2 * K, all_experts // 2))
 
     def _place_experts(self, files: list[Path]) -> None:
         """Find experts to compute in place: of the mapped files, or else of memory."""
@@ -293,68 +341,6 @@ class Trial:
     def _keep(self, array: NDArray[np.generic]) -> int:
         self._kept.append(array)
         return array.ctypes.data
-
-
-class _Copied:
-    """Times what the decoder's threads copy from the page cache."""
-
-    def __init__(self, decoder: _core.Decoder) -> None:
-        self._decoder = decoder
-        self.seconds, self.is_whole = 0.0, True
-
-    def copy(self, requests: NDArray[np.uint64], done: NDArray[np.uint8]) -> None:
-        started = time.perf_counter()
-        self._decoder.read_cached(requests, done)
-        self.seconds += time.perf_counter() - started
-        self.is_whole &= bool(done.all())
-
-
-class _PoolFetch:
-    """Brings a trial's experts through a pool, from all over the model's layers."""
-
-    def __init__(self, table: ExpertTable, store: Store, num_layers: int, num_slots: int) -> None:
-        self._policy = Policy(table.num_layers, table.num_experts)
-        self.slots = Slots(table, store, self._policy, num_slots)
-        self._num_layers = num_layers
-        self._moe = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
-        self._first = 0
-
-    def begin(self, index: int) -> None:
-        """Say which token comes: the same one wants the same experts."""
-        self._first = index * self._num_layers
-        self._policy.step(1)
-
-    def __call__(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
-        at = self._moe[(self._first + layer) % len(self._moe)]
-        return self.slots.fetch(at, ids, counts, in_order=False)
-
-
-def stream_rate(table: ExpertTable, store: Store, *, small: bool = False) -> float:
-    """Bytes a second of experts read with many reads in flight, as a prompt and a streamed head are; `small` reads
-    into small pages, as the page cache does.
-    """
-    rng = np.random.default_rng(os.getpid())
-    layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
-    # whole pages, and one more for an expert that begins elsewhere in its page
-    rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
-    sizes = [sum(rooms)] * _IN_FLIGHT if small else [sum(rooms) * _IN_FLIGHT]
-    buffers = [aligned_buffer(size) for size in sizes]  # the large one is in huge pages
-    at = [buffer.ctypes.data + start for buffer, size in zip(buffers, sizes, strict=True)
-          for start in range(0, size, sum(rooms))]  # fmt: skip
-    starts = (np.array(at)[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
-    tickets: list[int] = []
-    turn, nbytes, started = 0, 0, time.perf_counter()
-    while time.perf_counter() - started < _STREAM_SECONDS:
-        if len(tickets) == _IN_FLIGHT:
-            store.wait(tickets.pop(0))
-            nbytes += table.expert_nbytes
-        extents = table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
-        tickets.append(store.submit(extents, starts[turn % _IN_FLIGHT]))
-        turn += 1
-    elapsed = time.perf_counter() - started
-    for ticket in tickets:
-        store.wait(ticket)
-    return nbytes / elapsed
 
 
 def _bf16(value: float) -> int:

@@ -32,7 +32,7 @@ VERSIONS = {"mlx": ((0, 32, 4), (0, 33)), "mlx-lm": ((0, 32, 2), (0, 33))}
 NAMES = {
     "mlx_lm.utils": ("load_model", "load_config", "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"),
     "mlx_lm.models.cache": (
-        "make_prompt_cache", "can_trim_prompt_cache", "trim_prompt_cache", "KVCache", "QuantizedKVCache",
+        "make_prompt_cache", "can_trim_prompt_cache", "trim_prompt_cache", "KVCache",
         "RotatingKVCache", "CacheList", "ArraysCache",
     ),
     "mlx_lm.models.base": ("create_attention_mask", "scaled_dot_product_attention"),
@@ -40,7 +40,6 @@ NAMES = {
 }  # fmt: skip
 _INSTALL = "Install what spile was tested with: pip install 'spile[mlx]'"
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_]+")
-KV_GROUPS = 64, 32  # elements that share a scale, of quantized keys and values; mlx-lm's default first
 OWN_MODULES = {"maple": "spile.engines.mlx.maple"}  # model types that mlx-lm does not have
 
 
@@ -183,18 +182,10 @@ def model_type_of(config: Mapping[str, Any]) -> str | None:
         return None
 
 
-def make_cache(model: Any, kv_bits: int = 16, kv_group: int = KV_GROUPS[0]) -> list[Any]:
-    """Make the empty prompt cache that mlx-lm makes for a model; below 16 bits, caches that keep all keys and
-    values keep them quantized, and the others stay.
-    """
-    module = cache_module()
-    caches: list[Any] = module.make_prompt_cache(model)
-    if kv_bits == 16:
-        return caches
-    return [
-        module.QuantizedKVCache(group_size=kv_group, bits=kv_bits) if type(cache) is module.KVCache else cache
-        for cache in caches
-    ]
+def make_cache(model: Any) -> list[Any]:
+    """Make the empty prompt cache that mlx-lm makes for a model."""
+    caches: list[Any] = cache_module().make_prompt_cache(model)
+    return caches
 
 
 def can_trim(caches: list[Any]) -> bool:
@@ -210,7 +201,7 @@ def trim(caches: list[Any], num_tokens: int) -> None:
 def fixed_caches() -> tuple[type, ...]:
     """The kinds of cache whose growth is known: none, or that of their keys and values."""
     module = cache_module()
-    return module.ArraysCache, module.KVCache, module.RotatingKVCache, module.QuantizedKVCache
+    return module.ArraysCache, module.KVCache, module.RotatingKVCache
 
 
 def cache_module() -> Any:

@@ -18,12 +18,14 @@ from spile.architectures import find_model_type
 from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
 from spile.engines.mlx import adapter
+from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
 from spile.engines.mlx.plan import MlxPlan
 from spile.engines.mlx.state import MlxState
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import ContextError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
+from spile.residency.kv import LEAST_RING_BITS
 from spile.sizes import format_size
 
 
@@ -51,15 +53,14 @@ class MlxEngine:
             self._model.model.activation_dtype = mx.float32
         if options.flash_head:
             self._approximation = use_clustered_head(self._model, checkpoint, vocab_size)
-        self._kv_group = adapter.KV_GROUPS[0]
-        self._find_kv_group()
+        self._kv = asked_format(options)
+        self._check_caches()
         self._streaming = Streaming(
             self._model,
             checkpoint,
             options,
             longest=longest,
             num_chosen=num_chosen,
-            make_caches=self._new_caches,
         )
         self.context, self.prefill_chunk = self.plan.context, self.plan.prefill_chunk
 
@@ -79,11 +80,14 @@ class MlxEngine:
             notes.append("this model has no experts: all of it is resident, nothing is streamed")
         if self._options.threads is not None:
             notes.append("threads does nothing on the mlx engine: MLX has threads of its own")
-        if self._options.kv_bits != 16:
-            kept = sorted({type(cache).__name__ for cache in self._new_caches()} - {"QuantizedKVCache"})
+        if self._kv != WHOLE:
+            kinds = {type(cache) for cache in self._new_caches()}
+            kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache, QuantizedRing})
             if kept:
+                notes.append(f"KV {describe(self._kv)}: layers with {' or '.join(kept)} keep 16 bits")
+            if QuantizedRing in kinds and self._kv.ring != self._kv:
                 notes.append(
-                    f"kv_bits {self._options.kv_bits}: layers with a {' or '.join(kept)} keep 16 bits"
+                    f"KV {describe(self._kv)}: layers with a window keep {LEAST_RING_BITS} bits at least"
                 )
         return tuple(notes)
 
@@ -167,10 +171,9 @@ class MlxEngine:
         self._streaming.lend(nbytes)
 
     def summary(self) -> str:
-        keys = "FP16" if self._options.kv_bits == 16 else f"{self._options.kv_bits} bits"
         more = f", {self._approximation}" if self._approximation else ""
         return (
-            f"{self._streaming.summary()}, KV {keys}, context {self.context:,}, prefill chunk "
+            f"{self._streaming.summary()}, KV {describe(self._kv)}, context {self.context:,}, prefill chunk "
             f"{self.prefill_chunk}, mlx {_device()}{more}"
         )
 
@@ -213,23 +216,23 @@ class MlxEngine:
         return array[:, : self.vocab_size]
 
     def _new_caches(self) -> list[Any]:
-        return adapter.make_cache(self._model, self._options.kv_bits, self._kv_group)
+        return make_caches(self._model, self._kv)
 
-    def _find_kv_group(self) -> None:
-        """Let a pass without data find out whether the model takes quantized keys and values, and in which groups."""
-        if self._options.kv_bits == 16:
+    def _check_caches(self) -> None:
+        """Let a pass without data find out whether the model takes keys and values of ours.
+
+        Raises: OptionError.
+        """
+        if self._kv == WHOLE:
             return
-        reason = ""
-        for self._kv_group in adapter.KV_GROUPS:
-            try:
-                self._model(mx.zeros((1, 2), mx.int32), cache=self._new_caches())
-                return
-            except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-                reason = " ".join(str(error).split())
-        raise OptionError(
-            f"kv_bits is {self._options.kv_bits}, and mlx-lm's model of this architecture takes 16 only: {reason}",
-            "Leave out --kv-bits.",
-        )
+        try:
+            self._model(mx.zeros((1, 2), mx.int32), cache=self._new_caches())
+        except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
+            raise OptionError(
+                f"KV {describe(self._kv)}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
+                "Leave out --kv-bits and --kv-v-bits.",
+            ) from error
 
 
 def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
@@ -248,15 +251,6 @@ def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
         raise OptionError("flash_head is asked for: only a Maple has a clustered head")
     if options.io not in ("auto", "buffered"):
         raise OptionError(f"io is {options.io!r}: the mlx engine reads buffered", "Leave out --io.")
-    if options.kv_bits == 32:
-        raise OptionError(
-            "kv_bits is 32: the mlx engine keeps keys and values as the model computes them (16)"
-        )
-    if options.kv_v_bits not in (None, options.kv_bits):
-        raise OptionError(
-            f"kv_bits is {options.kv_bits} and kv_v_bits {options.kv_v_bits}: the mlx engine keeps keys and values "
-            f"at the same bits"
-        )
 
 
 def use_clustered_head(model: Any, checkpoint: Checkpoint, vocab_size: int) -> str:

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from spile.architectures.foreign import CHOSEN_NAMES
 from spile.engines import EngineOptions
 from spile.engines.mlx import adapter
+from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, asked_format, make_caches
 from spile.engines.mlx.experts import ExpertLayer, Layout
 from spile.errors import BudgetError
 from spile.machine import available_memory_bytes
@@ -35,17 +36,23 @@ _SHORT, _LONG = 2, 258  # tokens of the passes without data
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of a prompt cache: `fixed`, and per token, of layers that keep all tokens and those that keep some."""
+    """Bytes of a prompt cache: `fixed`, and per token, of layers that keep all tokens and those that keep some.
+    `unpacked` are those of a layer's dequantized copy, of each layer that keeps fewer bits than it computes with.
+    """
 
     fixed: int
     growing: tuple[tuple[int, int | None], ...]  # bytes a token, most tokens kept (None: all)
+    unpacked: tuple[tuple[int, int | None], ...] = ()
 
     def nbytes(self, num_tokens: int, chunk: int) -> int:
         """Bytes after so many tokens; a chunk passes through a window's layers beside what they keep."""
         rounded = -(-num_tokens // STEP) * STEP
-        return self.fixed + sum(
-            each * (rounded if most is None else min(rounded, most + chunk)) for each, most in self.growing
-        )
+        return self.fixed + sum(_grown(kept, rounded, chunk) for kept in self.growing)
+
+    def unpacked_nbytes(self, num_tokens: int, chunk: int) -> int:
+        """Bytes of the largest dequantized copies of two layers: the next may begin before one is given back."""
+        sizes = sorted((_grown(kept, num_tokens, chunk) for kept in self.unpacked), reverse=True)
+        return sum(sizes[:2])
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,10 @@ class MlxPlan:
         return sum(self.most_slots.values())
 
 
-def measure_caches(model: Any, make_caches: MakeCaches) -> CacheSizes:
+def measure_caches(model: Any, make: MakeCaches) -> CacheSizes:
     """Ask a model's caches how they grow. Builds the graph of a short pass, and evaluates nothing."""
-    fixed, growing, unknown = 0, [], []
-    for index, cache in enumerate(_leaves(_filled(model, make_caches, _SHORT))):
+    fixed, growing, unpacked, unknown = 0, [], [], []
+    for index, cache in enumerate(_leaves(_filled(model, make, _SHORT))):
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if keys is None:
             unknown.append(index)
@@ -85,20 +92,21 @@ def measure_caches(model: Any, make_caches: MakeCaches) -> CacheSizes:
         each = sum(array.nbytes // max(1, array.shape[-2]) for array in arrays)
         most = getattr(cache, "max_size", None)
         growing.append((each, most))
-    if unknown and not set(map(type, _leaves(make_caches()))) <= set(adapter.fixed_caches()):
+        if isinstance(cache, QuantizedCache | QuantizedRing):
+            unpacked.append((cache.unpacked_nbytes, most))
+    if unknown and not all(isinstance(cache, adapter.fixed_caches()) for cache in _leaves(make())):
         # caches of another kind than keys and values: let a longer pass say whether they grow
-        longer = _leaves(_filled(model, make_caches, _LONG))
-        shorter = _leaves(_filled(model, make_caches, _SHORT))
+        longer = _leaves(_filled(model, make, _LONG))
+        shorter = _leaves(_filled(model, make, _SHORT))
         for index in unknown:
             each = (_nbytes(longer[index]) - _nbytes(shorter[index])) // (_LONG - _SHORT)
             if each > 0:
                 growing.append((each, None))
-    return CacheSizes(fixed, tuple(growing))
+    return CacheSizes(fixed, tuple(growing), tuple(unpacked))
 
 
 def make_plan(
-    model: Any, layers: Sequence[ExpertLayer], options: EngineOptions, *, config: Any, longest: int, num_chosen: int,
-    make_caches: MakeCaches | None = None,
+    model: Any, layers: Sequence[ExpertLayer], options: EngineOptions, *, config: Any, longest: int, num_chosen: int
 ) -> MlxPlan:  # fmt: skip
     """Decide, for a model whose layers of experts are replaced, so that `parameters` are all that else stays.
 
@@ -112,7 +120,8 @@ def make_plan(
     for layer in layers:
         all_slots[layer.layout] = all_slots.get(layer.layout, 0) + layer.num_experts
     expert_nbytes = _slots_nbytes(all_slots)
-    caches = measure_caches(model, make_caches or (lambda: adapter.make_cache(model)))
+    kv = asked_format(options)
+    caches = measure_caches(model, lambda: make_caches(model, kv))
     cache_limit = min(max(LEAST_CACHE_NBYTES, int(CACHE_SHARE * room)), MOST_CACHE_NBYTES)
     pinned = {layout: options.shared_experts * _num_layers(layers, layout) for layout in all_slots}
     least = {
@@ -128,12 +137,13 @@ def make_plan(
             head=0,
             kv=options.sequences * caches.nbytes(context, chunk),
             prompts=0,
-            activations=activation_nbytes(config, chunk, context),
+            activations=activation_nbytes(config, chunk, context) + caches.unpacked_nbytes(context, chunk),
             experts=experts,
             margin=MARGIN_NBYTES + cache_limit,
         )
 
-    wants_pool = options.slots is not None or options.flash_moe or options.active_experts is not None
+    asks_pool = options.slots is not None or options.flash_moe or options.active_experts is not None
+    wants_pool = asks_pool and bool(layers)
     num_active = options.num_active(num_chosen or 1)
     slots: dict[Layout, int] | None = None
     if options.slots is not None:
@@ -154,7 +164,7 @@ def make_plan(
         else:
             break
     is_resident = not wants_pool and parts(expert_nbytes).total <= room
-    if not is_resident and options.slots is None and parts(floor).total > room:
+    if not is_resident and (options.slots is None or not layers) and parts(floor).total > room:
         needed = parts(floor).total
         raise BudgetError(
             f"this model needs {format_size(needed)} with a context of {context:,} tokens and a prefill chunk of "
@@ -231,8 +241,13 @@ def activation_nbytes(config: Any, chunk: int, context: int) -> int:
     return chunk * (token + scores) + V * 24
 
 
-def _filled(model: Any, make_caches: MakeCaches, num_tokens: int) -> list[Any]:
-    caches = make_caches()
+def _grown(kept: tuple[int, int | None], num_tokens: int, chunk: int) -> int:
+    each, most = kept
+    return each * (num_tokens if most is None else min(num_tokens, most + chunk))
+
+
+def _filled(model: Any, make: MakeCaches, num_tokens: int) -> list[Any]:
+    caches = make()
     model(mx.zeros((1, num_tokens), mx.int32), cache=caches)
     return caches
 

@@ -7,6 +7,7 @@ compute, and does not know who runs the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from mlx.utils import tree_flatten
 from spile.engines import EngineOptions
 from spile.engines.base import Counters
 from spile.engines.mlx.adapter import load_lazily
-from spile.engines.mlx.experts import find_experts, shard_loader
+from spile.engines.mlx.experts import ExpertLayer, find_experts, shard_loader
 from spile.engines.mlx.layers import put_back, replace_switches
-from spile.engines.mlx.plan import MakeCaches, MlxPlan, make_plan, resized
+from spile.engines.mlx.plan import MlxPlan, make_plan, resized
 from spile.engines.mlx.pool import Pool
 from spile.engines.mlx.provenance import dtype_of
-from spile.errors import OptionError, ReadError
+from spile.errors import OptionError, ReadError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import trim
 from spile.residency.policy import Policy
@@ -40,14 +41,13 @@ class Streaming:
         *,
         longest: int,
         num_chosen: int,
-        make_caches: MakeCaches | None = None,
     ) -> None:
-        """Replace the layers of experts of `model` in place, plan, and read what stays resident. `make_caches`
-        makes what keeps one sequence; None: mlx-lm's own.
+        """Replace the layers of experts of `model` in place, plan, and read what stays resident.
 
         Raises: BudgetError, OptionError, ReadError, UnsupportedModelError, CheckpointError.
         """
         layers = find_experts(model, checkpoint)
+        _check_dtypes(layers)
         if layers:
             options.check_experts(min(layer.num_experts for layer in layers), num_chosen or 1)
         self._store: Store | None = None
@@ -62,7 +62,6 @@ class Streaming:
                 config=checkpoint.config,
                 longest=longest,
                 num_chosen=num_chosen,
-                make_caches=make_caches,
             )
             self._set_limits()
             if self.plan.is_resident:
@@ -200,6 +199,23 @@ def plan_checkpoint(
     layers = find_experts(model, checkpoint)
     replace_switches(model, layers)
     return make_plan(model, layers, options, config=checkpoint.config, longest=longest, num_chosen=num_chosen)
+
+
+def _check_dtypes(layers: Sequence[ExpertLayer]) -> None:
+    """Refuse experts that MLX cannot multiply here.
+
+    Raises: UnsupportedModelError.
+    """
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    for layer in layers:
+        for part in layer.layout:
+            if part.name.endswith("weight") and part.dtype in (mx.bfloat16, mx.float16):
+                raise UnsupportedModelError(
+                    f"{layer.path}.{part.name} is unquantized {str(part.dtype).removeprefix('mlx.core.')}: "
+                    f"MLX's CPU backend multiplies experts of float32 and quantized ones only",
+                    "Quantize it with mlx_lm.convert -q, or run it on a GPU.",
+                )
 
 
 def _read_weights(model: Any) -> None:

@@ -1,0 +1,117 @@
+"""Turns a model's files into reads as a pool makes them, so that a trial can time them.
+
+It does not know what is computed meanwhile; `trial.py` does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spile import _core
+from spile.residency.experts import ExpertTable
+from spile.residency.policy import NEVER, Policy
+from spile.residency.slots import Batch, Slots
+from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
+
+_STREAM_SECONDS = 0.3
+_IN_FLIGHT = 16  # experts, as in the pool
+
+
+class Copied:
+    """Times what the decoder's threads copy from the page cache."""
+
+    def __init__(self, decoder: _core.Decoder) -> None:
+        self._decoder = decoder
+        self.seconds, self.is_whole = 0.0, True
+
+    def copy(self, requests: NDArray[np.uint64], done: NDArray[np.uint8]) -> None:
+        started = time.perf_counter()
+        self._decoder.read_cached(requests, done)
+        self.seconds += time.perf_counter() - started
+        self.is_whole &= bool(done.all())
+
+
+class _LeastRecent(Policy):
+    """Counts as the engine's policy does, at its cost, and gives up what was chosen longest ago: what a trial just
+    brought stays.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._choices = 0
+        self._chosen = np.full(num_layers * num_experts + 1, NEVER)
+        super().__init__(num_layers, num_experts)
+
+    def choose(self, keys: NDArray[np.int64], num_tokens: NDArray[np.int32]) -> None:
+        super().choose(keys, num_tokens)
+        self._choices += 1
+        self._chosen[keys] = -self._choices
+
+    def rank(self, layer: int, keys: NDArray[np.int64]) -> NDArray[np.float64]:
+        super().rank(layer, keys)
+        return self._chosen[keys]
+
+
+class PoolFetch:
+    """Brings a trial's experts through a pool, from all over the model's layers."""
+
+    def __init__(self, table: ExpertTable, store: Store, num_layers: int, num_slots: int) -> None:
+        self._policy = _LeastRecent(table.num_layers, table.num_experts)
+        self.slots = Slots(table, store, self._policy, num_slots)
+        self._num_layers, self._num_experts = num_layers, table.num_experts
+        self._moe = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
+        self._index = 0
+        self.is_half = False  # bring half of what is asked for, and answer with that
+        self.in_order = False
+
+    def begin(self, index: int) -> None:
+        """Say which token comes: the same one wants the same experts, whatever is computed with them."""
+        self._index = index
+        rng = np.random.default_rng(index % 2**32)
+        self._wanted = [rng.permutation(self._num_experts).astype(np.int32) for _ in range(self._num_layers)]
+        self._policy.step(1)
+
+    def __call__(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
+        if self.in_order:
+            at = self._moe[self._index % len(self._moe)]  # a layer that the one before was not
+            yield from self.slots.fetch(at, ids, counts, in_order=True)
+            return
+        if self.is_half:
+            ids, counts = ids[::2], counts[::2]
+        wanted = np.sort(self._wanted[layer][: len(ids)])
+        for some, places in self.slots.fetch(
+            self._moe[layer % len(self._moe)], wanted, counts, in_order=False
+        ):
+            yield ids[np.searchsorted(wanted, some)], places
+
+
+def stream_rate(table: ExpertTable, store: Store, *, small: bool = False) -> float:
+    """Bytes a second of experts read with many reads in flight, as a prompt and a streamed head are; `small` reads
+    into small pages, as the page cache does.
+    """
+    rng = np.random.default_rng(os.getpid())
+    layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
+    # whole pages, and one more for an expert that begins elsewhere in its page
+    rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
+    sizes = [sum(rooms)] * _IN_FLIGHT if small else [sum(rooms) * _IN_FLIGHT]
+    buffers = [aligned_buffer(size) for size in sizes]  # the large one is in huge pages
+    at = [buffer.ctypes.data + start for buffer, size in zip(buffers, sizes, strict=True)
+          for start in range(0, size, sum(rooms))]  # fmt: skip
+    starts = (np.array(at)[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
+    tickets: list[int] = []
+    turn, nbytes, started = 0, 0, time.perf_counter()
+    while time.perf_counter() - started < _STREAM_SECONDS:
+        if len(tickets) == _IN_FLIGHT:
+            store.wait(tickets.pop(0))
+            nbytes += table.expert_nbytes
+        extents = table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
+        tickets.append(store.submit(extents, starts[turn % _IN_FLIGHT]))
+        turn += 1
+    elapsed = time.perf_counter() - started
+    for ticket in tickets:
+        store.wait(ticket)
+    return nbytes / elapsed
