@@ -384,7 +384,7 @@ def test_code_in_the_folder_is_ignored_with_one_note_each(
     open_model(checkpoint)
     assert len(checkpoint.notes) == 2
     assert "model_file 'evil.py'" in checkpoint.notes[0]
-    assert "config.json and tokenizer_config.json has auto_map" in checkpoint.notes[1]
+    assert "config.json and tokenizer_config.json have auto_map" in checkpoint.notes[1]
     assert not marker.exists()
 
 

@@ -25,6 +25,7 @@ from spile.files.checkpoint import FLASH_HEAD_NAME, INDEX_NAME, open_checkpoint
 from spile.files.writer import ShardWriter, Spec
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.residency import plan as planning
+from spile.residency import weights as counting
 
 SHAPE = SynthShape(num_hidden_layers=3, full_attention_interval=3, vocab_size=1024, tokenizer_entries=0)
 CLUSTERS, PROBES, FORCED = 32, 5, [3, 900]
@@ -247,9 +248,9 @@ def test_a_vocabulary_that_does_not_cut_into_clusters_is_refused(tmp_path: Path)
 
 def test_the_plan_counts_what_it_takes(made: Path) -> None:
     model = open_maple(open_checkpoint(made))
-    nbytes = planning.flash_head_nbytes(model, EngineOptions(flash_head=True))
+    nbytes = counting.flash_head_nbytes(model, EngineOptions(flash_head=True))
     centroids = sum(
         data.nbytes for name, (_, data) in raw_tensors(made / FLASH_HEAD_NAME).items() if "centroids" in name
     )
     assert nbytes > centroids
-    assert planning.flash_head_nbytes(model, EngineOptions()) == 0
+    assert counting.flash_head_nbytes(model, EngineOptions()) == 0

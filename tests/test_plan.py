@@ -97,7 +97,7 @@ def test_budget_below_the_floor_is_refused_and_the_floor_works(
     assert plan.parts.total <= floor
     assert plan.num_slots >= 2 * SHAPE.num_experts_per_tok
     with pytest.raises(BudgetError) as caught:
-        plan_of(model, memory_bytes=floor - MB, **options)
+        plan_of(model, memory_bytes=floor - 2 * MB, **options)  # a part of one is for what varies
     for part in (str(model.checkpoint.folder), "budget is", "needs"):
         assert part in caught.value.message
     assert parse_size((caught.value.hint or "").split()[2]) == floor  # the same floor from wherever one asks

@@ -296,10 +296,15 @@ class BareState:
     """A state of so many bytes a position: full layers and sliding ones with a window of 100."""
 
     window = 100
+    step = 1
 
     def __init__(self, nbytes: int) -> None:
         self.position = 0
         self._row = nbytes
+
+    @property
+    def num_reusable(self) -> int:
+        return self.position
 
     def row_nbytes(self, kind: str) -> tuple[int, ...]:
         return (self._row, self._row)

@@ -35,10 +35,12 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _SAMPLE_SECONDS = 0.005
 _ANSWER = """
 import json, sys, spile
+import spile.cli, spile.commands.generate, spile.console.terminal  # what the command holds when it plans
 model, memory, num_tokens = json.loads(sys.argv[1])
 text = sys.stdin.read()
 notes = []
 with spile.load(model, memory=memory, on_note=notes.append) as loaded:
+    loaded.encode("a", raw=loaded.chat_template is None)
     after_prompt = None
     for chunk in loaded.stream(text, raw=True, max_tokens=num_tokens, seed=1, ignore_eos=True):
         if after_prompt is None and chunk.token_id is not None:

@@ -62,8 +62,13 @@ mean difference of logits, in parts of their spread, is:
 Layers that keep something else than keys and values (states of linear attention, indexers, chunked attention) stay at
 16 bits and are named.
 
+**Earlier prompts** are not read again where a later one begins alike (in memory, in a folder, in a saved file): up to
+the last multiple of the prefill chunk, and from what was computed in whole chunks alone, so the answer has the bits
+of a fresh run. Models whose layers keep something else than keys and values (ArraysCache, CacheList,
+ChunkedKVCache) are read anew, and say so.
+
 **What it does not do**: `--reselect-every`, `--kv-bits 32`, `--io direct` and `--io mapped` are refused by name.
-Earlier prompts are not kept. Unquantized experts in 16 bits are refused without a GPU: MLX's CPU backend multiplies
+Unquantized experts in 16 bits are refused without a GPU: MLX's CPU backend multiplies
 experts of float32 and quantized ones only.
 
 ## Architectures

@@ -188,6 +188,8 @@ def _plan_context(opened: AnyModel, options: EngineOptions) -> int:
     if choose_engine(opened, options) == "mlx":  # which plans with the model at hand, and checks again
         return options.context or opened.config.max_position_embeddings
     assert isinstance(opened, MapleModel), "the cpu engine was chosen"
+    import spile.engines.cpu.engine  # noqa: F401  (what it takes is in the plan that it makes itself)
+
     return make_plan(opened, ExpertTable(opened), options).context
 
 

@@ -252,6 +252,8 @@ class Model:
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
         check_prompt(len(token_ids), engine.context, num_answer=1)
+        if save is not None:
+            self._prompts.check_savable(engine, len(token_ids))
 
         def on_prompt(state: State) -> None:
             if saved is not None:
@@ -409,7 +411,12 @@ class Model:
         """Refuse a text that is far longer than any that fits, before it is encoded: that takes memory, and
         the budget has no room for it. One that is a little too long is counted exactly.
         """
-        context = self.context
+        try:
+            context = self.context
+        except BudgetError:
+            if self._can_encode(text):  # refused then, with the text's part in the sum
+                return
+            raise
         least = len(text) // _LONGEST_ENTRY
         if least > 2 * context:
             raise ContextError(
@@ -417,6 +424,16 @@ class Model:
                 f"holds {context:,}",
                 "Shorten the prompt, or ask for a larger context if the model has one.",
             )
+
+    def _can_encode(self, text: str) -> bool:
+        """Whether a text can be encoded within the budget before there is an engine."""
+        from spile.machine import available_memory_bytes
+        from spile.memory import current_memory_bytes
+
+        if self._memory_bytes is None or self.tokenizer is None:
+            return False
+        left = min(self._memory_bytes - current_memory_bytes(), available_memory_bytes())
+        return self.tokenizer.encode_nbytes(text) <= left
 
     def _make_room(self, tokenizer: Tokenizer, text: str) -> None:
         """Borrow the pool's memory, under a budget, for the tokenizer that is about to be loaded."""

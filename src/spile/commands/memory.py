@@ -282,6 +282,9 @@ def _routing(path: Path, maple: MapleModel) -> Routing:
 
 def _load_text(folder: Path) -> None:
     """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
+    import spile.commands.generate
+    import spile.console.terminal
+    import spile.engines.cpu.engine  # noqa: F401
     from spile.loading import load
 
     with load(folder, memory=2**40, offline=True, on_note=lambda _: None) as model:

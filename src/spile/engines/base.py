@@ -54,9 +54,21 @@ LayerKind = Literal["full", "sliding"]  # layers that see all positions, and tho
 class CopyableState(State, Protocol):
     """A state whose positions can be taken out and put back, bit for bit; what reuse of prompts is built on.
 
-    A position's keys and values depend on the tokens up to it alone. An engine whose states are of the plain
-    kind reuses nothing.
+    A position's keys and values depend on the tokens up to it alone, or, where `step` is above 1, on the chunk in
+    which they were computed too. An engine whose states are of the plain kind reuses nothing.
     """
+
+    @property
+    def step(self) -> int:
+        """A later prompt can go on from multiples of it alone: 1 where any position will do."""
+        ...
+
+    @property
+    def num_reusable(self) -> int:
+        """Positions, from the first on, whose bits are those of a state that reads the same tokens in chunks of
+        `step`; a multiple of it. Only they can be read.
+        """
+        ...
 
     @property
     def identity(self) -> Mapping[str, str | int]:
@@ -65,7 +77,7 @@ class CopyableState(State, Protocol):
 
     @property
     def window(self) -> int | None:
-        """Positions that a token of a sliding layer sees, itself included; None where no layer slides."""
+        """One more than the positions of a sliding layer that have to be put back; None where no layer slides."""
         ...
 
     def row_nbytes(self, kind: LayerKind) -> tuple[int, ...]:
@@ -73,7 +85,7 @@ class CopyableState(State, Protocol):
         ...
 
     def has(self, kind: LayerKind, start: int) -> bool:
-        """Whether all positions from `start` to `position` are still there."""
+        """Whether all positions from `start` to `num_reusable` are still there."""
         ...
 
     def read(self, kind: LayerKind, start: int, end: int) -> Iterator[NDArray[np.uint8]]:

@@ -297,7 +297,8 @@ def _code_notes(folder: Path, config: Mapping[str, Any]) -> list[str]:
         if fields.get("auto_map"):
             sources.append("tokenizer_config.json")
     if sources:
-        notes.append(f"{' and '.join(sources)} has auto_map: ignored, spile runs only its own code")
+        verb = "have" if len(sources) > 1 else "has"
+        notes.append(f"{' and '.join(sources)} {verb} auto_map: ignored, spile runs only its own code")
     return notes
 
 

@@ -30,7 +30,9 @@ from spile.text.tokenizer import Decoder
 
 FinishReason = Literal["stop", "length"]
 OnPrefill = Callable[[int, int], None]  # tokens done, tokens in all
-OnPrompt = Callable[[State], None]  # a state that holds the prompt and nothing after it
+OnPrompt = Callable[
+    [State], None
+]  # a state that holds of the prompt what another can go on from, and no more
 
 
 class Constraint(Protocol):
@@ -201,20 +203,28 @@ def generate(
     try:
         state, num_cached = kept.begin(engine, token_ids, cache, sources)
         clock = _Clock(requested, time.perf_counter())
-        cut = turn_cut(token_ids, eos_ids)
-        in_pieces = pauses or (cache is not None and cache.wants_every_chunk)
+        reuse_step = state.step if isinstance(state, CopyableState) else 1
+        # The last position up to which the prompt is worth keeping.
+        last = len(token_ids) if reuse_step == 1 else (len(token_ids) - 1) // reuse_step * reuse_step
+        cut = turn_cut(token_ids, eos_ids) // reuse_step * reuse_step
+        is_kept = cache is not None or on_prompt is not None
+        in_pieces = pauses or (cache is not None and cache.wants_every_chunk) or (reuse_step > 1 and is_kept)
         step = engine.prefill_chunk if in_pieces else len(token_ids)
         # Where no logits are wanted an engine may have less to do than in `prefill`.
         read = getattr(engine, "read", engine.prefill)
         # Where an engine's bits may depend on the pieces, these are the same wherever a prompt begins; elsewhere none
         # is shorter than it must be, as each may cost a pass over all experts.
-        start, shift = num_cached, num_cached % step if isinstance(state, CopyableState) else 0
+        is_free = isinstance(state, CopyableState) and reuse_step == 1
+        start, shift = num_cached, num_cached % step if is_free else 0
         while start < len(token_ids):
+            if start >= last and on_prompt is not None:
+                on_prompt(state)
+                on_prompt = None
             end = min(start - (start - shift) % step + step, len(token_ids))
             shifted = _shifted(on_prefill, start - num_cached, len(token_ids) - num_cached)
             if end < len(token_ids):
                 read(state, token_ids[start:end], shifted)
-                kept.keep((cut,) if start < cut <= end else ())
+                kept.keep(tuple(at for at in (last, cut) if start < at <= end))
                 if pauses:
                     yield Chunk("")
             else:

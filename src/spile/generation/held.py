@@ -67,8 +67,11 @@ class Held:
         """
         state = self._state
         if self._cache is not None and isinstance(state, CopyableState) and state.position:
-            ids = np.array(self.token_ids[: state.position], np.int32)
-            reached = tuple(cut for cut in dict.fromkeys(cuts) if 0 < cut <= state.position)
+            ids = np.array(self.token_ids[: state.num_reusable], np.int32)
+            reached = tuple(
+                dict.fromkeys(cut // state.step * state.step for cut in cuts if cut <= state.position)
+            )
+            reached = tuple(cut for cut in reached if 0 < cut <= state.num_reusable)
             self._cache.store(ids, state, reached, is_held=self._is_lasting)
 
     def keep_answer(self, cut: int) -> None:
@@ -93,6 +96,7 @@ class Held:
             state = self._state = state or engine.new_state()
             found = None
             if isinstance(state, CopyableState):
+                num_held = min(num_held, state.num_reusable)
                 found = _longest(places, wanted, state, num_held)
             elif self._cache is not None:
                 self._cache.refuse(engine.name)

@@ -1,4 +1,5 @@
 """Keys and values of earlier prompts, kept in memory: blocks of 128 positions in a tree, within so many bytes.
+Where states can go on only from multiples of a step, a block has that many.
 
 A block is found by its tokens and by the block before it, so prompts that begin alike share what they have in
 common. What a block holds of full layers serves every later prompt that begins so. What it holds of sliding
@@ -53,7 +54,7 @@ class Part:
 
 
 class Block:
-    """Up to 128 positions; only a whole block has blocks after it."""
+    """Up to so many positions; only a whole block has blocks after it."""
 
     def __init__(self, parent: Block | None, start: int, token_ids: Ids) -> None:
         self.parent = parent
@@ -82,29 +83,30 @@ class PromptBlocks:
         self._kept: OrderedDict[Block, None] = OrderedDict()
         self._spare: OrderedDict[Block, None] = OrderedDict()
 
-    def find(self, token_ids: Ids, window: int | None, num_held: int = 0) -> Cut:
+    def find(self, token_ids: Ids, window: int | None, num_held: int = 0, step: int = 1) -> Cut:
         """Return the longest beginning that can be restored; into a state that holds the full layers of the
         first `num_held` of these tokens, if such a one is at hand.
         """
+        size = block_size(step)
         path: list[tuple[Block, int]] = []  # and how many of its tokens are those of the prompt
         block, at, num_full = self._root, 0, 0
         while at < len(token_ids):
-            child, common = self._closest(block, token_ids[at : at + BLOCK])
+            child, common = self._closest(block, token_ids[at : at + size])
             if child is None or not common:
                 break
             path.append((child, common))
             if child.full is not None and num_full == at:
                 num_full = at + common
             at += common
-            if common < BLOCK:
+            if common < size:
                 break
             block = child
         most = max(num_full, min(num_held, at))
         if window is None:
-            position = oldest = most
+            position = oldest = most // step * step
         else:
             spans = ((one.start, one.start + common, one.sliding is not None) for one, common in path)
-            position, oldest = last_cut(spans, most, window)
+            position, oldest = last_cut(spans, most, window, step)
         blocks = tuple(child for child, _ in path if child.start < position)
         return Cut(position, oldest, blocks)
 
@@ -134,19 +136,19 @@ class PromptBlocks:
         full layers. Return how many positions are kept, from the first on.
         """
         self._now += 1
-        path = self._grow(token_ids[: state.position], state, is_held)
+        path = self._grow(token_ids[: state.num_reusable], state, is_held)
         if not path:
             return 0
         end = path[-1].end
         if state.window is not None:
             # Where there is no room for more, this is the last chance to keep what makes it of use.
-            wanted = [*cuts, end] if end < state.position else cuts
+            wanted = [*cuts, end] if end < state.num_reusable else cuts
             for cut in dict.fromkeys(min(cut, end) for cut in wanted):
                 self._keep_window(path, cut, state)
             for block in path:
                 if (
                     block.sliding is None
-                    and block.end <= state.position
+                    and block.end <= state.num_reusable
                     and state.has("sliding", block.start)
                 ):
                     self._add_sliding(block, state, is_spare=True)
@@ -182,8 +184,9 @@ class PromptBlocks:
         path: list[Block] = []
         taken = 0
         parent = self._root
-        for start in range(0, len(token_ids), BLOCK):
-            wanted = token_ids[start : start + BLOCK]
+        size = block_size(state.step)
+        for start in range(0, len(token_ids), size):
+            wanted = token_ids[start : start + size]
             child, common = self._closest(parent, wanted)
             was_kept = False
             if child is not None and common < len(wanted):
@@ -193,7 +196,7 @@ class PromptBlocks:
                     self._drop(child)  # another takes its place that goes on from it
                 child = None
             if child is None or (child.full is None and not is_held):
-                if child is not None and child.end > state.position:
+                if child is not None and child.end > state.num_reusable:
                     break  # the state has not all of it
                 count = len(wanted) if child is None else len(child.token_ids)
                 nbytes = _NODE_NBYTES if child is None else 0
@@ -253,7 +256,9 @@ class PromptBlocks:
         if before is not None and before.end > oldest - SLACK and state.has("sliding", before.start):
             blocks.append(before)  # last: the window does without
         missing = [block for block in blocks if block.sliding is None]
-        if not all(block.end <= state.position and state.has("sliding", block.start) for block in missing):
+        if not all(
+            block.end <= state.num_reusable and state.has("sliding", block.start) for block in missing
+        ):
             return
         for block in blocks:
             if block.sliding is not None:
@@ -346,7 +351,13 @@ class PromptBlocks:
     def _window_nbytes(self, state: CopyableState) -> int:
         if state.window is None:
             return 0
-        return (-(-(state.window - 1) // BLOCK) + 1) * part_nbytes(state.row_nbytes("sliding"), BLOCK)
+        size = block_size(state.step)
+        return (-(-(state.window - 1) // size) + 1) * part_nbytes(state.row_nbytes("sliding"), size)
+
+
+def block_size(step: int) -> int:
+    """Return the positions of a whole block of states with such a step."""
+    return BLOCK if step == 1 else step
 
 
 def part_nbytes(row_nbytes: Sequence[int], num_positions: int) -> int:
@@ -361,11 +372,14 @@ def num_common(left: Ids, right: Ids) -> int:
     return int(differs.argmax()) if differs.any() else count
 
 
-def last_cut(spans: Iterable[tuple[int, int, bool]], most: int, window: int) -> tuple[int, int]:
-    """Return the last position, up to `most`, at which the next token sees its whole window, and from where on
-    to restore it: from the beginning of a block, so that the state can give whole blocks again. `spans` are
-    (start, end, whether sliding layers are there), one after the other from 0 on.
+def last_cut(
+    spans: Iterable[tuple[int, int, bool]], most: int, window: int, step: int = 1
+) -> tuple[int, int]:
+    """Return the last multiple of `step`, up to `most`, at which the next token sees its whole window, and from
+    where on to restore it: from the beginning of a block, so that the state can give whole blocks again. `spans`
+    are (start, end, whether sliding layers are there), one after the other from 0 on.
     """
+    size = block_size(step)
     best = (0, 0)
     first: int | None = None  # of an unbroken run of sliding layers
     for start, end, has_sliding in spans:
@@ -373,8 +387,8 @@ def last_cut(spans: Iterable[tuple[int, int, bool]], most: int, window: int) -> 
             first = None
             continue
         first = start if first is None else first
-        position = min(end, most)
+        position = min(end, most) // step * step
         seen = max(0, position - window + 1)
         if seen >= first and position > best[0]:
-            best = position, max(first, seen // BLOCK * BLOCK)
+            best = position, max(first, seen // size * size)
     return best

@@ -86,7 +86,7 @@ class PromptCache:
         best: Found | None = None
         blocks, folder = self._blocks, self._opened(state)
         if blocks is not None:
-            cut = blocks.find(token_ids, state.window, num_held)
+            cut = blocks.find(token_ids, state.window, num_held, state.step)
 
             def load(state: CopyableState, is_held: bool) -> bool:
                 blocks.load(cut, state, is_held=is_held)
@@ -94,7 +94,7 @@ class PromptCache:
 
             best = Found(cut.position, load)
         if folder is not None:
-            kept = folder.find(token_ids, state.window)
+            kept = folder.find(token_ids, state.window, state.step)
 
             def load_files(state: CopyableState, is_held: bool) -> bool:
                 try:
@@ -181,10 +181,11 @@ class SavedPrompt:
         check_identity(file, {"model": self._fingerprint, **state.identity})
         common = num_common(file.token_ids, token_ids)
         if state.window is None:
-            position = oldest = common
+            position = oldest = common // state.step * state.step
         else:
             first = min(file.sliding_start, common)
-            position, oldest = last_cut(((0, first, False), (first, common, True)), common, state.window)
+            spans = ((0, first, False), (first, common, True))
+            position, oldest = last_cut(spans, common, state.window, state.step)
         self.num_found = position
 
         def load(state: CopyableState, is_held: bool) -> bool:
@@ -206,11 +207,11 @@ def save_prompt(
     identity: Identity,
     about: Mapping[str, Any],
 ) -> None:
-    """Write all that a state holds, `token_ids`, to a file. Touches disk.
+    """Write all that can be reused of what a state holds, `token_ids`, to a file. Touches disk.
 
     Raises: WriteError.
     """
-    ids = np.array(token_ids, np.int32)
+    ids = np.array(token_ids[: state.num_reusable], np.int32)
     sliding_start = len(ids)
     if state.window is not None:
         least = max(0, len(ids) - state.window + 1)

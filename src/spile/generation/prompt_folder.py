@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from spile.engines.base import CopyableState
 from spile.errors import PromptFileError, SpileError, WriteError
-from spile.generation.prompt_blocks import BLOCK, SLACK, Ids, last_cut, num_common
+from spile.generation.prompt_blocks import SLACK, Ids, block_size, last_cut, num_common
 from spile.generation.prompt_files import (
     Identity,
     PromptFile,
@@ -31,7 +31,7 @@ from spile.generation.prompt_files import (
     write_prompt_file,
 )
 
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-(\d{1,3})(w?)\.kv")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})-(\d{1,8})(w?)\.kv")
 _ABANDONED_SECONDS = 3600  # a half-written file this old has no writer any more
 
 
@@ -64,27 +64,26 @@ class PromptFolder:
         self._is_full = False
         self._damaged: set[str] = set()  # names, in case they cannot be removed
 
-    def find(self, token_ids: Ids, window: int | None) -> FolderCut:
+    def find(self, token_ids: Ids, window: int | None, step: int = 1) -> FolderCut:
         """Return the longest beginning that can be restored. Reads names, and headers of what fits."""
+        size = block_size(step)
         children = self._scan()
         path: list[tuple[PromptFile, int]] = []
         parent, at = self._origin, 0
         while at < len(token_ids):
-            file, common, own = self._closest(
-                children.get(parent, ()), parent, at, token_ids[at : at + BLOCK]
-            )
+            file, common, own = self._closest(children.get(parent, ()), parent, at, token_ids[at : at + size])
             if file is None or not common:
                 break
             path.append((file, common))
             at += common
-            if common < BLOCK:
+            if common < size:
                 break
             parent = own
         if window is None:
-            position = oldest = at
+            position = oldest = at // step * step
         else:
             spans = ((file.start, file.start + common, file.has_sliding) for file, common in path)
-            position, oldest = last_cut(spans, at, window)
+            position, oldest = last_cut(spans, at, window, step)
         return FolderCut(position, oldest, tuple(file for file, _ in path if file.start < position))
 
     def load(self, cut: FolderCut, state: CopyableState, *, is_held: bool) -> None:
@@ -113,7 +112,7 @@ class PromptFolder:
             return
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._store(token_ids[: state.position], state, cuts)
+            self._store(token_ids[: state.num_reusable], state, cuts)
         except (OSError, WriteError) as error:
             self._is_full = True
             what = error.message if isinstance(error, SpileError) else str(error.strerror or error)
@@ -121,16 +120,16 @@ class PromptFolder:
 
     def _store(self, token_ids: Ids, state: CopyableState, cuts: Sequence[int]) -> None:
         children = self._scan()
-        window_nbytes = 0
+        window_nbytes, size = 0, block_size(state.step)
         if state.window is not None:
-            window_nbytes = (state.window + BLOCK) * sum(state.row_nbytes("sliding"))
+            window_nbytes = (state.window + size) * sum(state.row_nbytes("sliding"))
         row_nbytes = sum(state.row_nbytes("full"))
-        most = (self.cap_nbytes - window_nbytes) // max(1, row_nbytes) // BLOCK * BLOCK
+        most = (self.cap_nbytes - window_nbytes) // max(1, row_nbytes) // size * size
         token_ids = token_ids[: max(0, most)]
         kept = [(cut - (state.window or 1) + 1 - SLACK, min(cut, len(token_ids))) for cut in cuts]
         parent, paths = self._origin, []
-        for start in range(0, len(token_ids), BLOCK):
-            ids = token_ids[start : start + BLOCK]
+        for start in range(0, len(token_ids), size):
+            ids = token_ids[start : start + size]
             end, own = start + len(ids), _chain(parent, ids)
             siblings = children.get(parent, ())
             can_slide = state.window is not None and state.has("sliding", start)

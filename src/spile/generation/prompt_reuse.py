@@ -8,10 +8,11 @@ so the answer is the same as without the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from spile.engines.base import CopyableState, State
+from spile.engines.base import CopyableState, Engine, State
 from spile.errors import OptionError, PromptFileError, WriteError, quote
 from spile.generation.prompt_cache import PromptCache, SavedPrompt, save_prompt
 from spile.generation.prompt_files import is_prompt_file
@@ -94,12 +95,30 @@ class PromptReuse:
             raise WriteError(f"{checked} is there and holds no saved prompt", "Choose another name.")
 
         def save(state: State) -> None:
-            if not isinstance(state, CopyableState):
-                raise OptionError("this engine cannot save prompts", "The cpu engine can: --engine cpu.")
+            assert isinstance(state, CopyableState), "checked before the prompt was read"
+            if rest := list(token_ids[state.num_reusable :]):
+                about["rest"] = rest
             identity = {"model": self.fingerprint(), **state.identity}
             save_prompt(checked, token_ids, state, identity=identity, about=about)
 
         return save
+
+    def check_savable(self, engine: Engine, num_tokens: int) -> None:
+        """Check, before a prompt is read, that what an engine makes of it can be saved.
+
+        Raises: OptionError.
+        """
+        with closing(engine.new_state()) as state:
+            if not isinstance(state, CopyableState):
+                raise OptionError(
+                    f"save_prompt is not possible: the {engine.name} engine cannot copy this model's states"
+                )
+            if state.step > 1 and num_tokens <= state.step:
+                raise OptionError(
+                    f"save_prompt needs more than {state.step:,} tokens and the prompt has {num_tokens:,}: the "
+                    f"{engine.name} engine goes on from whole chunks",
+                    "Give a longer prompt, or a smaller prefill chunk.",
+                )
 
     def note_unused(self, saved: SavedPrompt) -> None:
         """Say so when a prompt could not go on from a saved one."""
@@ -144,7 +163,7 @@ def continued(saved: SavedPrompt, prompt: Any, *, raw: bool, system: str | None)
             raise OptionError(f"{saved.file.path} was saved {was} raw, and this prompt is {now} it")
         return text + prompt, about.get("system") if system is None else system
     if is_ids(prompt):
-        return [*saved.file.token_ids.tolist(), *prompt], system
+        return [*saved.file.token_ids.tolist(), *about.get("rest", ()), *prompt], system
     return prompt, system
 
 

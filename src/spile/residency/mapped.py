@@ -19,6 +19,7 @@ from spile.residency.experts import ExpertTable
 from spile.residency.slots import Batch
 
 _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
+_PIECE_NBYTES = 4 << 20
 
 
 class MappedExperts:
@@ -63,20 +64,28 @@ class MappedExperts:
         """Do nothing: mapped pages are the system's to take back."""
 
 
+def touch_reader() -> _core.Reader:
+    """Make the threads that touch whole files in the background."""
+    return _core.Reader(2)
+
+
+def touch_requests(ranges: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
+    """Return requests [n, 5] that make (address, nbytes) ranges present, piece by piece."""
+    pieces = [
+        (_NO_FILE, 0, min(_PIECE_NBYTES, nbytes - start), 0, address + start)
+        for address, nbytes in ranges
+        for start in range(0, nbytes, _PIECE_NBYTES)
+    ]
+    return np.array(pieces, np.uint64).reshape(-1, 5)
+
+
 class Touch:
     """Makes mapped pages present, in the background as a whole and at once where somebody waits."""
 
-    _PIECE_NBYTES = 4 << 20
-
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Start making (address, nbytes) ranges present."""
-        self._front, self._back = _core.Reader(8), _core.Reader(2)
-        pieces = [
-            (_NO_FILE, 0, min(self._PIECE_NBYTES, nbytes - start), 0, address + start)
-            for address, nbytes in ranges
-            for start in range(0, nbytes, self._PIECE_NBYTES)
-        ]
-        self._ticket = self._back.submit(np.array(pieces, np.uint64).reshape(-1, 5))
+        self._front, self._back = _core.Reader(8), touch_reader()
+        self._ticket = self._back.submit(touch_requests(ranges))
         self._complete = False
         # Also at exit, where nobody closed: the threads must not touch pages that are being unmapped.
         self._end = weakref.finalize(self, _end, self._front, self._back)

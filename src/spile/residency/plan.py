@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from spile.architectures.flash_head import open_flash_head
-from spile.architectures.maple import PROJECTIONS, MapleConfig, MapleModel
+from spile.architectures.maple import MapleModel
 from spile.engines import EngineOptions
 from spile.errors import BudgetError, ReadError
 from spile.machine import available_memory_bytes, memory_limit_bytes
@@ -23,6 +22,13 @@ from spile.memory import current_memory_bytes
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
 from spile.residency.slots import Slots
+from spile.residency.weights import (
+    HEAD_PIECE_ROWS,
+    activation_nbytes,
+    flash_head_nbytes,
+    head_nbytes,
+    resident_weight_nbytes,
+)
 from spile.sizes import format_size
 
 CHUNKS = (512, 256, 128, 64, 32, 16)  # prefill chunks to choose from, in tokens
@@ -31,11 +37,10 @@ CHUNK_STEP = 16  # tokens
 KV_SHARE = 0.08  # of the budget that the growing KV cache of a sequence may take, if nobody names a context
 MOST_KV_SHARE = 0.30  # of all sequences
 LEAST_CONTEXT = 512
-FLASH_PIECE_ROWS = 4096  # of a clustered head, gathered at a time: enough for many threads
-HEAD_PIECE_ROWS, HEAD_RING_PIECES = 1024, 4  # of a streamed head: 1.2 MB a piece of a full-size one
 # What nobody counts: allocator slack, thread stacks, Python objects of a run. Measured on the full-size model
 # between the sum of the parts and the high-water mark: 4 to 8 MB (2026-11-30).
 MARGIN_NBYTES = 12_000_000
+_VARYING_NBYTES = 300_000  # of what a process holds, from one run of the same command to the next
 AVAILABLE_SHARE = 0.9  # of the memory that is free now, which an unnamed budget may take
 
 
@@ -300,7 +305,7 @@ class _Needs:
             f"{self._model.checkpoint.folder} needs {format_size(least.total)} with a context of "
             f"{self._least_context:,} tokens{asked} and a prefill chunk of {self._least_chunk}, "
             f"and the budget is {format_size(room)}: {added}",
-            f"Give --memory {-(-least.total // 1_000_000)}MB or more"
+            f"Give --memory {_whole_megabytes(least.total) // 1_000_000}MB or more"
             + (", or a smaller --context" if options.context else "")
             + (", or fewer --active-experts." if options.active_experts else "."),
         )
@@ -351,8 +356,12 @@ def smallest_budget(model: MapleModel, table: ExpertTable, options: EngineOption
 
     Raises: as `make_plan`, but BudgetError.
     """
-    least = _Needs(model, table, options, memory.process_nbytes).least().total
-    return -(-least // 1_000_000) * 1_000_000
+    return _whole_megabytes(_Needs(model, table, options, memory.process_nbytes).least().total)
+
+
+def _whole_megabytes(nbytes: int) -> int:
+    """Return the whole MB, in bytes, that the next process can keep to as well."""
+    return -(-(nbytes + _VARYING_NBYTES) // 1_000_000) * 1_000_000
 
 
 def mapped_budget(model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
@@ -367,54 +376,3 @@ def _shard_nbytes(model: MapleModel) -> int:
         return sum(path.stat().st_size for path in model.checkpoint.shards)
     except OSError as error:
         raise ReadError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def activation_nbytes(config: MapleConfig, chunk: int) -> int:
-    """Bytes of the decoder's buffers for chunks of T tokens, and of the logits that sampling copies."""
-    D, F, K = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
-    q_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
-    token = 4 * (2 * D + 2 * q_size + 2 * kv_size + 2 * config.num_experts) + 3 * (D + q_size + 512)
-    pair = 4 * (2 * F + D) + 3 * (F + 256)
-    dense = (4 * 2 + 3) * config.intermediate_size
-    return chunk * (token + dense) + max(chunk, 4 * K) * pair + config.vocab_size * 24
-
-
-def head_nbytes(model: MapleModel, num_rows: int) -> int:
-    """Bytes of so many resident rows of the head, and of the ring that the others pass through."""
-    V = model.config.vocab_size
-    total = sum(model.checkpoint.tensors[f"lm_head.{part}"].nbytes for part in ("weight", "scales", "biases"))
-    row = total // V
-    ring = HEAD_RING_PIECES * (HEAD_PIECE_ROWS * row + 6 * 4096) if num_rows < V else 0
-    return num_rows * row + ring
-
-
-def flash_head_nbytes(model: MapleModel, options: EngineOptions) -> int:
-    """Bytes that a clustered head takes beside the head's rows; 0 unless asked for. Touches disk: a header.
-
-    Raises: UnsupportedModelError where the checkpoint has none.
-    """
-    if not options.flash_head:
-        return 0
-    config = model.config
-    flash = open_flash_head(model.checkpoint, vocab_size=config.vocab_size, hidden_size=config.hidden_size)
-    row = flash.centroid_nbytes // flash.num_clusters
-    passing = (
-        2 * FLASH_PIECE_ROWS * row + 5 * config.vocab_size
-    )  # rows gathered and read, logits, what is wanted
-    return flash.centroid_nbytes + 3 * flash.token_map.nbytes + passing
-
-
-def resident_weight_nbytes(model: MapleModel) -> int:
-    """Bytes of the weights that a pool's engine reads at the start: all but experts' codes, embeddings and
-    head.
-    """
-    config = model.config
-    apart = ("lm_head", "head.", model.embedding_name)  # the clustered head's tensors among them
-    nbytes = sum(
-        tensor.nbytes
-        for name, tensor in model.checkpoint.tensors.items()
-        if not name.startswith(apart) and ".switch_mlp." not in name
-    )
-    rows = (len(PROJECTIONS) - 1) * config.moe_intermediate_size + config.hidden_size
-    return nbytes + 2 * config.num_routed_experts * rows  # row alphas, BF16

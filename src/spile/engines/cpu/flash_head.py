@@ -23,8 +23,8 @@ from spile.architectures.maple import MapleModel
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import Weights
 from spile.files.checkpoint import Tensor, read_into
-from spile.residency.plan import FLASH_PIECE_ROWS
 from spile.residency.store import PAGE_NBYTES, Store
+from spile.residency.weights import FLASH_PIECE_ROWS
 
 
 class ClusteredHead:

@@ -17,8 +17,8 @@ from spile import _core
 from spile.architectures.maple import MapleModel
 from spile.engines.cpu.weights import Weights
 from spile.residency.experts import Extent
-from spile.residency.plan import HEAD_PIECE_ROWS, HEAD_RING_PIECES
 from spile.residency.store import Store, aligned_buffer
+from spile.residency.weights import HEAD_PIECE_ROWS, HEAD_RING_PIECES
 
 _Addresses = tuple[int, int, int]  # codes, scales, biases
 

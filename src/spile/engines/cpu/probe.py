@@ -20,6 +20,7 @@ import numpy as np
 
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.trial import Trial
+from spile.engines.cpu.trial_reads import touch_rate
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable, Extent
 from spile.residency.forecast import Probe
@@ -61,13 +62,15 @@ def probe_machine(
     kv: KvFormat,
     are_weights: bool = True,
     cached: bool = True,
+    touched: bool = True,
     fresh_nbytes: int = 0,
 ) -> Probe:
     """Measure for one to two seconds. Takes some 150 MB while it does, and touches disk: some 800 MB are read.
 
     `files` are the shards that `table` points into or, where not `are_weights`, any large file; without one, or where
     it cannot be read directly, the disk is unknown. `chunks` are the prefill chunks to try; `cached` says whether to
-    try the page cache; up to `fresh_nbytes` are taken from the system to see how fast it gives them.
+    try the page cache, `touched` whether mapped files; up to `fresh_nbytes` are taken from the system to see how fast
+    it gives them.
     """
     mapped = files if are_weights and cached else []
     trial = Trial(config, table, threads, sorted(set(chunks)), kv, mapped)
@@ -76,6 +79,7 @@ def probe_machine(
     fresh_rate = _fresh_rate(min(fresh_nbytes, _FRESH_NBYTES))
     trial.drop_weights_of_experts()
     head = trial.head(config.vocab_size)
+    mapped_head = trial.head(config.vocab_size, in_files=True)
     probe = Probe(
         attend_seconds=attend,
         resident_seconds=resident,
@@ -84,10 +88,11 @@ def probe_machine(
         disk_seconds=None,
         cached_seconds=None,
         head_seconds=head,
+        mapped_head_seconds=mapped_head,
         chunks=chunk_seconds,
         cached_nbytes=None,
         disk_nbytes=None,
-        small_page_nbytes=None,
+        touched_nbytes=None,
         overlap_loss=1.0,
         fresh_nbytes=fresh_rate,
     )
@@ -106,9 +111,11 @@ def probe_machine(
                     half_disk_seconds=disk.half_seconds,
                     disk_seconds=disk.missing_seconds,
                     disk_nbytes=disk.nbytes,
-                    small_page_nbytes=disk.small_page_nbytes,
                     overlap_loss=disk.loss,
                 )
+        with contextlib.suppress(SpileError, OSError):
+            if files and touched:
+                probe = replace(probe, touched_nbytes=touch_rate(files[0]))
         with contextlib.suppress(SpileError, OSError):
             if cached:
                 if not files:

@@ -61,6 +61,14 @@ class CpuState:
         return 0 if self.cache is None else self.cache.position
 
     @property
+    def step(self) -> int:
+        return 1
+
+    @property
+    def num_reusable(self) -> int:
+        return self.position
+
+    @property
     def window(self) -> int | None:
         return self._window
 

@@ -42,15 +42,14 @@ _Tried = tuple[float, ...]  # misses and seconds of a token, three times
 
 
 class DiskTimes(NamedTuple):
-    """Of a layer of a token: all its experts in the pool, half of them, none; bytes a second of reads in a row, and
-    into small pages; how many times longer than reading or computing alone a chunk takes for both.
+    """Of a layer of a token: all its experts in the pool, half of them, none; bytes a second of reads in a row;
+    how many times longer than reading or computing alone a chunk takes for both.
     """
 
     pooled_seconds: float
     half_seconds: float
     missing_seconds: float
     nbytes: float
-    small_page_nbytes: float
     loss: float
 
 
@@ -135,16 +134,19 @@ class Trial:
         layers = self._token_layers
         return float(np.median(self._attend_seconds)) / layers, float(np.median(seconds)) / layers
 
-    def head(self, vocab_size: int) -> float:
-        """Time the logits of a token, for all `vocab_size` rows."""
+    def head(self, vocab_size: int, *, in_files: bool = False) -> float:
+        """Time the logits of a token, for all `vocab_size` rows; `in_files` in small pages, as mapped ones are."""
         num_rows = self._config.vocab_size
         head, seconds = self._nibbles(num_rows), []
+        if in_files:
+            codes, scales, biases = (self._keep(_in_small_pages(array)) for array in self._kept[-3:])
+            head = codes, scales, biases
         for _ in range(3):
             started = time.perf_counter()
             self._decoder.finish(1)
             self._decoder.head(*head, 0, num_rows, self._out)
             seconds.append(time.perf_counter() - started)
-        del self._kept[-3:]
+        del self._kept[-6 if in_files else -3 :]
         return min(seconds) * vocab_size / num_rows
 
     def disk(self, table: ExpertTable, files: list[Path]) -> DiskTimes:
@@ -164,7 +166,7 @@ class Trial:
             hit, half, missing = self._fitted(np.mean(np.array(tried), axis=0))
             rate = stream_rate(table, store)
             loss = self._loss(fetch, 2 * len(tried), rate)
-            return DiskTimes(hit, half, missing, rate, stream_rate(table, store, small=True), loss)
+            return DiskTimes(hit, half, missing, rate, loss)
         finally:
             store.close()
 
@@ -341,6 +343,15 @@ class Trial:
     def _keep(self, array: NDArray[np.generic]) -> int:
         self._kept.append(array)
         return array.ctypes.data
+
+
+def _in_small_pages(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    memory = mmap.mmap(-1, array.nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    copy = np.frombuffer(memory, array.dtype)
+    copy[:] = array
+    return copy
 
 
 def _bf16(value: float) -> int:

@@ -5,20 +5,25 @@ It does not know what is computed meanwhile; `trial.py` does.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
+from spile.errors import SpileError
 from spile.residency.experts import ExpertTable
+from spile.residency.mapped import touch_reader, touch_requests
 from spile.residency.policy import NEVER, Policy
 from spile.residency.slots import Batch, Slots
 from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 
 _STREAM_SECONDS = 0.3
+_TOUCH_SECONDS, _TOUCH_NBYTES = 0.25, 1 << 28
 _IN_FLIGHT = 16  # experts, as in the pool
 
 
@@ -89,19 +94,15 @@ class PoolFetch:
             yield ids[np.searchsorted(wanted, some)], places
 
 
-def stream_rate(table: ExpertTable, store: Store, *, small: bool = False) -> float:
-    """Bytes a second of experts read with many reads in flight, as a prompt and a streamed head are; `small` reads
-    into small pages, as the page cache does.
-    """
+def stream_rate(table: ExpertTable, store: Store) -> float:
+    """Bytes a second of experts read with many reads in flight, as a prompt and a streamed head are."""
     rng = np.random.default_rng(os.getpid())
     layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
     # whole pages, and one more for an expert that begins elsewhere in its page
     rooms = [Store.room(extent) + PAGE_NBYTES for extent in table.extents(layers[0], 0)]
-    sizes = [sum(rooms)] * _IN_FLIGHT if small else [sum(rooms) * _IN_FLIGHT]
-    buffers = [aligned_buffer(size) for size in sizes]  # the large one is in huge pages
-    at = [buffer.ctypes.data + start for buffer, size in zip(buffers, sizes, strict=True)
-          for start in range(0, size, sum(rooms))]  # fmt: skip
-    starts = (np.array(at)[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
+    buffer = aligned_buffer(sum(rooms) * _IN_FLIGHT)
+    at = buffer.ctypes.data + np.arange(_IN_FLIGHT) * sum(rooms)
+    starts = (at[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
     tickets: list[int] = []
     turn, nbytes, started = 0, 0, time.perf_counter()
     while time.perf_counter() - started < _STREAM_SECONDS:
@@ -115,3 +116,33 @@ def stream_rate(table: ExpertTable, store: Store, *, small: bool = False) -> flo
     for ticket in tickets:
         store.wait(ticket)
     return nbytes / elapsed
+
+
+def touch_rate(path: Path) -> float:
+    """Bytes a second of a mapped file that become present from the disk as `mapped.py` touches them. What was in the
+    page cache of a piece is dropped, and read again.
+
+    Raises: SpileError where the page cache cannot be told to forget.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise SpileError("the page cache cannot be told to forget")
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = np.frombuffer(mapping, np.uint8)
+        nbytes = min(len(view), _TOUCH_NBYTES)
+        start = int(np.random.default_rng(os.getpid()).integers(len(view) - nbytes + 1))
+        start -= start % PAGE_NBYTES
+        os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+        reader = touch_reader()
+        started, done = time.perf_counter(), 0
+        requests = touch_requests([(view.ctypes.data + start, nbytes)])
+        tickets = [reader.submit(request[None]) for request in requests]
+        for request, ticket in zip(requests, tickets, strict=True):
+            reader.wait(ticket)
+            done += int(request[2])
+            if time.perf_counter() - started > _TOUCH_SECONDS:
+                break
+        elapsed = time.perf_counter() - started
+        reader.cancel()
+        reader.drain()
+    return done / elapsed

@@ -204,6 +204,11 @@ def fixed_caches() -> tuple[type, ...]:
     return module.ArraysCache, module.KVCache, module.RotatingKVCache
 
 
+def versions() -> str:
+    """Say which mlx and mlx-lm are installed."""
+    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in VERSIONS)
+
+
 def cache_module() -> Any:
     """mlx-lm's caches."""
     return _import("mlx_lm.models.cache")

@@ -20,13 +20,16 @@ from spile.engines.base import Counters, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
 from spile.engines.mlx.plan import MlxPlan
-from spile.engines.mlx.state import MlxState
+from spile.engines.mlx.state import CopyableMlxState, MlxState
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import ContextError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
 from spile.residency.kv import LEAST_RING_BITS
 from spile.sizes import format_size
+
+# Goes up when any bit of what a state holds for the same model, tokens, options and versions changes.
+ARITHMETIC = 1
 
 
 class MlxEngine:
@@ -63,6 +66,16 @@ class MlxEngine:
             num_chosen=num_chosen,
         )
         self.context, self.prefill_chunk = self.plan.context, self.plan.prefill_chunk
+        self._identity: dict[str, str | int] = {
+            "engine": "mlx",
+            "arithmetic": ARITHMETIC,
+            "prefill chunk": self.prefill_chunk,
+            "kv_bits": self._kv.key_bits,
+            "kv_v_bits": self._kv.value_bits,
+            "activation bytes": options.activation_bytes,
+            "versions": adapter.versions(),
+            "device": f"{_device()}, {mx.device_info().get('device_name', 'unknown')}",
+        }
 
     @property
     def plan(self) -> MlxPlan:
@@ -80,6 +93,8 @@ class MlxEngine:
             notes.append("this model has no experts: all of it is resident, nothing is streamed")
         if self._options.threads is not None:
             notes.append("threads does nothing on the mlx engine: MLX has threads of its own")
+        if self._options.prompt_cache_bytes and not isinstance(self.new_state(), CopyableMlxState):
+            notes.append(f"every prompt is read anew: {self._obstacle()}")
         if self._kv != WHOLE:
             kinds = {type(cache) for cache in self._new_caches()}
             kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache, QuantizedRing})
@@ -107,7 +122,11 @@ class MlxEngine:
         return self.plan.caches.nbytes(num_tokens, self.prefill_chunk)
 
     def new_state(self) -> MlxState:
-        return MlxState(self._new_caches)
+        if self.plan.layers is None or self.prefill_chunk == 1:
+            return MlxState(self._new_caches)
+        return CopyableMlxState(
+            self._new_caches, self.plan.layers, step=self.prefill_chunk, identity=self._identity
+        )
 
     def prefill(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
@@ -217,6 +236,13 @@ class MlxEngine:
 
     def _new_caches(self) -> list[Any]:
         return make_caches(self._model, self._kv)
+
+    def _obstacle(self) -> str:
+        """Say why no state can be copied."""
+        if self.plan.layers is not None:
+            return "a prefill chunk of 1 cannot be gone on from"
+        kinds = ", ".join(sorted({type(cache).__name__ for cache in self._new_caches()}))
+        return f"what this model's layers keep ({kinds}) cannot be put back"
 
     def _check_caches(self) -> None:
         """Let a pass without data find out whether the model takes keys and values of ours.

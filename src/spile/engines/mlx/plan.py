@@ -19,6 +19,7 @@ from spile.architectures.foreign import CHOSEN_NAMES
 from spile.engines import EngineOptions
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, asked_format, make_caches
+from spile.engines.mlx.copying import STEP, Layers, find_layers
 from spile.engines.mlx.experts import ExpertLayer, Layout
 from spile.errors import BudgetError
 from spile.machine import available_memory_bytes
@@ -30,7 +31,6 @@ MakeCaches = Callable[[], list[Any]]
 CACHE_SHARE = 0.02  # of the budget, which MLX may keep of freed buffers for the next arrays
 LEAST_CACHE_NBYTES, MOST_CACHE_NBYTES = 16_000_000, 256_000_000
 MARGIN_NBYTES = 24_000_000  # what nobody counts: MLX's graph and compiled kernels, allocator slack
-STEP = 256  # tokens by which mlx-lm's caches grow
 _SHORT, _LONG = 2, 258  # tokens of the passes without data
 
 
@@ -64,6 +64,7 @@ class MlxPlan:
     least_slots: dict[Layout, int]
     most_slots: dict[Layout, int]  # every expert
     caches: CacheSizes
+    layers: Layers | None  # of what states hold; None where that cannot be copied
     prefill_chunk: int
     context: int
     cache_limit: int  # bytes of freed buffers that MLX may keep
@@ -122,6 +123,7 @@ def make_plan(
     expert_nbytes = _slots_nbytes(all_slots)
     kv = asked_format(options)
     caches = measure_caches(model, lambda: make_caches(model, kv))
+    copied = find_layers(model, lambda: make_caches(model, kv))
     cache_limit = min(max(LEAST_CACHE_NBYTES, int(CACHE_SHARE * room)), MOST_CACHE_NBYTES)
     pinned = {layout: options.shared_experts * _num_layers(layers, layout) for layout in all_slots}
     least = {
@@ -136,7 +138,7 @@ def make_plan(
             weights=weights,
             head=0,
             kv=options.sequences * caches.nbytes(context, chunk),
-            prompts=0,
+            prompts=options.prompt_cache_bytes if copied is not None else 0,
             activations=activation_nbytes(config, chunk, context) + caches.unpacked_nbytes(context, chunk),
             experts=experts,
             margin=MARGIN_NBYTES + cache_limit,
@@ -181,6 +183,7 @@ def make_plan(
         least_slots=least,
         most_slots=all_slots,
         caches=caches,
+        layers=copied,
         prefill_chunk=chunk,
         context=context,
         cache_limit=cache_limit,
