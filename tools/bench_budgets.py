@@ -71,7 +71,6 @@ def main() -> None:
     parser = argument_parser(__doc__)
     arguments = parser.parse_args()
     prompt = prompt_of(arguments.model, arguments.prompt_tokens)
-    rows = []
     heading = (
         "budget",
         "mode",
@@ -84,11 +83,20 @@ def main() -> None:
         "of ceiling",
     )
     print("{:>9} {:>5} {:>13} {:>13} {:>8} {:>8} {:>8} {:>6} {:>10}".format(*heading))
+    print_rows(arguments, lambda budget, mode: measure(arguments, budget, mode, prompt), _line)
+
+
+def print_rows(
+    arguments: argparse.Namespace,
+    row_of: Callable[[str, str], dict[str, Any]],
+    line_of: Callable[[dict[str, Any]], str],
+) -> None:
+    """Print a line for each budget and mode as its row is there, and all rows as JSON."""
+    rows = []
     for budget in arguments.budgets.split(","):
         for mode in arguments.modes.split(","):
-            row = measure(arguments, budget, mode, prompt)
-            rows.append(row)
-            print(_line(row), flush=True)
+            rows.append(row_of(budget, mode))
+            print(line_of(rows[-1]), flush=True)
     print(json.dumps(rows))
 
 

@@ -15,7 +15,7 @@ import json
 import statistics
 from typing import Any
 
-from bench_budgets import Groups, argument_parser, measure, prepare, prompt_of, run_inside
+from bench_budgets import Groups, argument_parser, measure, prepare, print_rows, prompt_of, run_inside
 from spile.sizes import parse_size
 
 
@@ -25,7 +25,6 @@ def main() -> None:
     parser.add_argument("--trace", help="of `spile bench trace`, for the plan")
     arguments = parser.parse_args()
     prompt = prompt_of(arguments.model, arguments.prompt_tokens)
-    rows = []
     heading = (
         "budget",
         "mode",
@@ -38,12 +37,11 @@ def main() -> None:
         "ratio",
     )
     print("{:>9} {:>5} {:>11} {:>16} {:>9} {:>6} {:>16} {:>9} {:>6}".format(*heading))
-    for budget in arguments.budgets.split(","):
-        for mode in arguments.modes.split(","):
-            rounds = [_round(arguments, budget, mode, prompt) for _ in range(arguments.rounds)]
-            rows.append(_row(budget, mode, rounds))
-            print(_line(rows[-1]), flush=True)
-    print(json.dumps(rows))
+
+    def row_of(budget: str, mode: str) -> dict[str, Any]:
+        return _row(budget, mode, [_round(arguments, budget, mode, prompt) for _ in range(arguments.rounds)])
+
+    print_rows(arguments, row_of, _line)
 
 
 def _round(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Metrics:
         with self._lock:
             self._count(failure.code or failure.type)
 
-    def retry_seconds(self, num_accepted: int, parallel: int) -> int:
+    def retry_seconds(self, parallel: int) -> int:
         """Guess when a place will be free, from what requests have taken so far."""
         with self._lock:
             seconds = self.request_seconds

@@ -230,19 +230,7 @@ def _response_schemas() -> dict[str, Any]:
             {
                 "status": phase,
                 "model": {"type": "string"},
-                **dict.fromkeys(
-                    (
-                        "running",
-                        "waiting",
-                        "memory_bytes",
-                        "peak_memory_bytes",
-                        "resident_expert_bytes",
-                        "bytes_read",
-                        "hits",
-                        "misses",
-                    ),
-                    _COUNT,
-                ),
+                **dict.fromkeys(_STATUS_COUNTS, _COUNT),
                 "hit_rate": _NUMBER_OR_NULL,
                 "tokens_per_second": _NUMBER_OR_NULL,
                 "requests": _array({"type": "object"}),

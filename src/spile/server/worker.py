@@ -100,7 +100,7 @@ class Worker:
             self._check_phase()
             most = self._parallel + self.max_queue
             if self._num_accepted >= most:
-                seconds = self.metrics.retry_seconds(self._num_accepted, self._parallel)
+                seconds = self.metrics.retry_seconds(self._parallel)
                 raise BusyError(
                     f"{self._num_accepted:,} requests run or wait, as many as the server takes; try again later",
                     seconds,

@@ -7,7 +7,7 @@ an address points into is kept alive here.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,6 @@ from spile.errors import ReadError
 from spile.files.checkpoint import read_into
 from spile.residency.experts import Extent, read_alphas, read_row_alpha
 from spile.residency.store import Store
-
-OnProgress = Callable[[int, int], None]
 
 
 class Weights:

@@ -7,7 +7,7 @@ streamed model pays for twice.) It does not know an architecture, nor who sits i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -145,20 +145,13 @@ class MlxEngine:
     def read(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Append T tokens whose logits nobody wants: the beginning of a prompt.
-
-        Chunks end at multiples of the chunk, wherever a prompt begins: the same tokens, the same kernels.
-        """
+        """Append T tokens whose logits nobody wants: the beginning of a prompt."""
         assert isinstance(state, MlxState), "a state of this engine"
         self._begin(state, len(token_ids))
-        done, total = 0, len(token_ids)
-        while done < total:
-            size = min(self.prefill_chunk - state.position % self.prefill_chunk, total - done)
-            self._forward(state, token_ids[done : done + size])
+        for _, end, _ in self._chunks(state, token_ids):
             mx.eval([cache.state for cache in state.caches])
-            done += size
             if on_progress is not None:
-                on_progress(done, total)
+                on_progress(end, len(token_ids))
 
     def decode(self, state: State, token_id: int) -> NDArray[np.float32]:
         assert isinstance(state, MlxState), "a state of this engine"
@@ -171,12 +164,8 @@ class MlxEngine:
         assert isinstance(state, MlxState), "a state of this engine"
         self._begin(state, len(token_ids))
         out = np.empty((len(token_ids), self.vocab_size), np.float32)
-        done = 0
-        while done < len(token_ids):
-            size = min(self.prefill_chunk - state.position % self.prefill_chunk, len(token_ids) - done)
-            logits = self._forward(state, token_ids[done : done + size])
-            out[done : done + size] = self._numpy(logits[0], state)
-            done += size
+        for start, end, logits in self._chunks(state, token_ids):
+            out[start:end] = self._numpy(logits[0], state)
         return out
 
     def counters(self) -> Counters:
@@ -213,6 +202,17 @@ class MlxEngine:
                 "Give a larger --context, or a shorter prompt.",
             )
         self._streaming.take_back()
+
+    def _chunks(self, state: MlxState, token_ids: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
+        """Append tokens chunk by chunk; yield where each begins and ends in `token_ids`, and its lazy logits.
+
+        Chunks end at multiples of the chunk, wherever a prompt begins: the same tokens, the same kernels.
+        """
+        start, total = 0, len(token_ids)
+        while start < total:
+            end = min(start + self.prefill_chunk - state.position % self.prefill_chunk, total)
+            yield start, end, self._forward(state, token_ids[start:end])
+            start = end
 
     def _forward(self, state: MlxState, token_ids: Sequence[int]) -> Any:
         try:

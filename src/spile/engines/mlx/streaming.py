@@ -101,11 +101,6 @@ class Streaming:
         """Bytes of experts in memory now."""
         return self.plan.parts.experts if self._pool is None else self._pool.resident_nbytes
 
-    @property
-    def has_pool(self) -> bool:
-        """Whether experts are streamed at all."""
-        return self._pool is not None
-
     def counters(self) -> Counters:
         """Say what was read and found so far."""
         if self._store is None or self._pool is None:
