@@ -14,11 +14,14 @@ from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.residency.budgets import look_at_budgets
 from spile.residency.experts import ExpertTable
-from spile.residency.forecast import ChunkSeconds, Probe, Routing, forecast, loop_seconds, routing_of
+from spile.residency.forecast import ChunkSeconds, Probe, Routing, forecast, routing_of
 from spile.residency.kv import kv_format
 from spile.residency.plan import MemoryNow, Plan, make_plan
 
 PROBE = Probe(
+    begin_seconds=1e-4,
+    pooled_begin_seconds=2e-4,
+    row_seconds=0.0,
     attend_seconds=1e-3,
     resident_seconds=2e-3,
     pooled_seconds=3e-3,
@@ -27,7 +30,9 @@ PROBE = Probe(
     cached_seconds=5e-3,
     head_seconds=4e-3,
     mapped_head_seconds=6e-3,
+    loop_seconds=3e-4,
     chunks={64: ChunkSeconds(0.1, 0.3), 512: ChunkSeconds(0.5, 2.0)},
+    cached_miss_seconds=1e-6,
     cached_nbytes=1e10,
     disk_nbytes=1e9,
     touched_nbytes=5e8,
@@ -49,7 +54,7 @@ def test_token_takes_its_layers_its_misses_and_the_head(model: MapleModel) -> No
     plan = plan_of(model, 8)
     expected = forecast(model, plan, PROBE)
     h, L = expected.hit_rate, model.config.num_hidden_layers
-    rest = 4e-3 + loop_seconds(model.config.vocab_size)
+    rest = 2e-4 + 4e-3 + 3e-4
     assert 0 < h < 1
     assert expected.decode_cold == pytest.approx(1 / (L * (3e-3 + (1 - h) * 10e-3) + rest))
     assert expected.decode_warm == pytest.approx(1 / (L * (3e-3 + (1 - h) * 2e-3) + rest))
@@ -76,7 +81,7 @@ def test_cold_prompt_is_slower_by_what_reading_and_computing_at_once_lose(model:
 def test_mapped_token_takes_what_experts_in_place_take(model: MapleModel) -> None:
     expected = forecast(model, plan_of(model, None), PROBE)
     assert expected.hit_rate == 1
-    rest = PROBE.mapped_head_seconds + loop_seconds(model.config.vocab_size)
+    rest = 1e-4 + 6e-3 + 3e-4
     assert expected.decode_warm == pytest.approx(1 / (model.config.num_hidden_layers * 2e-3 + rest))
 
 
@@ -146,11 +151,20 @@ def test_outlook_goes_from_the_smallest_budget_to_the_whole(model: MapleModel) -
     assert outlook.rows[-1].plan.is_mapped
     assert not outlook.rows[0].plan.is_mapped
     assert outlook.enough_warm_nbytes is not None
+    assert outlook.mapped_nbytes is not None
     assert budgets[0] <= outlook.enough_warm_nbytes <= outlook.mapped_nbytes
     group = MemoryNow(60_000_000, 20_000_000, 80_000_000)
     assert all(
         row.budget_nbytes <= 80_000_000 for row in look_at_budgets(model, EngineOptions(), group, None).rows
     )
+
+
+def test_outlook_of_a_pool_that_was_asked_for_maps_nothing(model: MapleModel) -> None:
+    memory = MemoryNow(60_000_000, 20_000_000_000, None)
+    active = EngineOptions(active_experts=model.config.num_experts_per_tok)
+    outlook = look_at_budgets(model, active, memory, PROBE)
+    assert outlook.mapped_nbytes is None
+    assert not any(row.plan.is_mapped for row in outlook.rows)
 
 
 def test_probe_measures_something(model: MapleModel) -> None:

@@ -3,6 +3,8 @@
     python tools/bench_budgets.py MODEL [--budgets 300MB,630MB,1GB,2GB,resident] [--modes cold,warm] [--tokens 64]
         [--prompt-tokens 512] [--throttle 550MB]
 
+A budget is a size, "resident", or a number of slots a layer, as "8active" (`--active-experts 8`).
+
 What bounds it: a token of the full-size Maple wants 152 MB of experts; what of it is not resident comes from the disk
 (cold) or from the page cache (warm). "cold" drops the page cache first and, where a budget is given, runs inside a
 control group whose hard limit is the budget, page cache counted: the proof that nothing else is used. That needs root
@@ -36,10 +38,10 @@ _SAMPLE_SECONDS = 0.005
 _ANSWER = """
 import json, sys, spile
 import spile.cli, spile.commands.generate, spile.console.terminal  # what the command holds when it plans
-model, memory, num_tokens = json.loads(sys.argv[1])
+model, options, num_tokens = json.loads(sys.argv[1])
 text = sys.stdin.read()
 notes = []
-with spile.load(model, memory=memory, on_note=notes.append) as loaded:
+with spile.load(model, **options, on_note=notes.append) as loaded:
     loaded.encode("a", raw=loaded.chat_template is None)
     after_prompt = None
     for chunk in loaded.stream(text, raw=True, max_tokens=num_tokens, seed=1, ignore_eos=True):
@@ -127,7 +129,8 @@ def prompt_of(model: str, num_tokens: int) -> str:
 
 def measure(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) -> dict[str, Any]:
     """Run one answer; a run that fails is a row too."""
-    limit = None if budget == "resident" else parse_size(budget)
+    options = options_of(budget, mode)
+    limit = options.get("memory")
     row: dict[str, Any] = {
         "budget": budget,
         "budget_bytes": limit,
@@ -140,7 +143,7 @@ def measure(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) 
     prepare(arguments.model, mode)
     group_limit = limit if mode == "cold" else None
     done, groups = run_inside(
-        [arguments.python, "-c", _ANSWER, json.dumps([arguments.model, limit, arguments.tokens])],
+        [arguments.python, "-c", _ANSWER, json.dumps([arguments.model, options, arguments.tokens])],
         prompt,
         Groups(arguments.model, group_limit, arguments.throttle),
     )
@@ -156,6 +159,18 @@ def measure(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) 
         missed, speed = row["decode_bytes_per_token"], row["tokens_per_second"]
         row["of_ceiling"] = speed * missed / row["disk_bytes_per_second"] if missed and speed else None
     return row
+
+
+def options_of(budget: str, mode: str) -> dict[str, Any]:
+    """Return what `spile.load` takes for a budget. A pool of so many slots, which no group bounds, is cold by direct
+    reads.
+    """
+    if budget == "resident":
+        return {}
+    if budget.endswith("active"):
+        io = "direct" if mode == "cold" else "buffered"
+        return {"active_experts": int(budget.removesuffix("active")), "io": io}
+    return {"memory": parse_size(budget)}
 
 
 def prepare(model: str, mode: str) -> None:

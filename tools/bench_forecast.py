@@ -15,8 +15,16 @@ import json
 import statistics
 from typing import Any
 
-from bench_budgets import Groups, argument_parser, measure, prepare, print_rows, prompt_of, run_inside
-from spile.sizes import parse_size
+from bench_budgets import (
+    Groups,
+    argument_parser,
+    measure,
+    options_of,
+    prepare,
+    print_rows,
+    prompt_of,
+    run_inside,
+)
 
 
 def main() -> None:
@@ -45,14 +53,14 @@ def main() -> None:
 
 
 def _round(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) -> dict[str, Any]:
-    limit = None if budget == "resident" else parse_size(budget)
+    options = options_of(budget, mode)
     command = [arguments.python, "-m", "spile", "plan", arguments.model, "--json"]
-    if limit is not None:
-        command += ["--memory", str(limit)]
+    for name, value in options.items():
+        command += ["--" + name.replace("_", "-"), str(value)]
     if arguments.trace:
         command += ["--trace", arguments.trace]
     prepare(arguments.model, mode)
-    groups = Groups(arguments.model, limit if mode == "cold" else None, arguments.throttle)
+    groups = Groups(arguments.model, options.get("memory") if mode == "cold" else None, arguments.throttle)
     done, _ = run_inside(command, "", groups)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)

@@ -82,6 +82,36 @@ KvBits = Annotated[
         panel=MACHINE,
     ),
 ]
+Io = Annotated[
+    str,
+    option(
+        "--io", metavar="MODE", help=f"auto, buffered, direct or mapped; default {_ENGINE.io}.", panel=MACHINE
+    ),
+]
+# Of the reference write-up: docs/write-up.md. The help leaves them out, as --memory is the dial.
+FlashMoe = Annotated[
+    bool, option("--flash-moe", help="Stream experts even where all fit.", panel=MACHINE, hidden=True)
+]
+ActiveExperts = Annotated[
+    int | None,
+    option(
+        "--active-experts",
+        metavar="N",
+        help="Slots a layer; default: what has room.",
+        panel=MACHINE,
+        hidden=True,
+    ),
+]
+SharedExperts = Annotated[
+    int,
+    option(
+        "--shared-experts",
+        metavar="S",
+        help="First S of each layer stay resident.",
+        panel=MACHINE,
+        hidden=True,
+    ),
+]
 KvVBits = Annotated[
     int | None,
     option(
@@ -253,15 +283,7 @@ class EngineFlags:
             "--engine", metavar="NAME", help=f"auto, cpu or mlx; default {_ENGINE.engine}.", panel=MACHINE
         ),
     ] = _ENGINE.engine
-    io: Annotated[
-        str,
-        option(
-            "--io",
-            metavar="MODE",
-            help=f"auto, buffered, direct or mapped; default {_ENGINE.io}.",
-            panel=MACHINE,
-        ),
-    ] = _ENGINE.io
+    io: Io = _ENGINE.io
     kv_bits: KvBits = _ENGINE.kv_bits
     kv_v_bits: KvVBits = _ENGINE.kv_v_bits
     context: Annotated[
@@ -272,30 +294,9 @@ class EngineFlags:
         int | None,
         option("--prefill-step-size", metavar="N", help="Tokens of a prompt at a time.", panel=MACHINE),
     ] = _ENGINE.prefill_chunk
-    # Of the reference write-up: docs/write-up.md. The help leaves them out, as --memory is the dial.
-    flash_moe: Annotated[
-        bool, option("--flash-moe", help="Stream experts even where all fit.", panel=MACHINE, hidden=True)
-    ] = False
-    active_experts: Annotated[
-        int | None,
-        option(
-            "--active-experts",
-            metavar="N",
-            help="Slots a layer; default: what has room.",
-            panel=MACHINE,
-            hidden=True,
-        ),
-    ] = _ENGINE.active_experts
-    shared_experts: Annotated[
-        int,
-        option(
-            "--shared-experts",
-            metavar="S",
-            help="First S of each layer stay resident.",
-            panel=MACHINE,
-            hidden=True,
-        ),
-    ] = _ENGINE.shared_experts
+    flash_moe: FlashMoe = False
+    active_experts: ActiveExperts = _ENGINE.active_experts
+    shared_experts: SharedExperts = _ENGINE.shared_experts
     reselect_every: Annotated[
         int,
         option(

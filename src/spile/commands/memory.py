@@ -14,13 +14,17 @@ import typer
 
 from spile.commands.flags import (
     MACHINE,
+    ActiveExperts,
     Debug,
+    FlashMoe,
+    Io,
     Json,
     KvBits,
     KvVBits,
     Model_,
     ModelArgument,
     Offline,
+    SharedExperts,
     one_of,
     option,
 )
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from spile.bench import Recorded
     from spile.console.terminal import Stdout
     from spile.engines import EngineOptions
+    from spile.model import Model
     from spile.residency.forecast import Probe, Routing
     from spile.residency.plan import Plan
 
@@ -55,8 +60,12 @@ def plan(
         int | None, option("--context", help="Tokens that a conversation may have.", panel=MACHINE)
     ] = None,
     threads: Annotated[int | None, option("--threads", help="Compute threads.", panel=MACHINE)] = None,
+    io: Io = "auto",
     kv_bits: KvBits = 16,
     kv_v_bits: KvVBits = None,
+    flash_moe: FlashMoe = False,
+    active_experts: ActiveExperts = None,
+    shared_experts: SharedExperts = 0,
     sequences: Annotated[
         int, option("--sequences", help="Conversations at once that must have room.", panel=MACHINE)
     ] = 1,
@@ -82,7 +91,8 @@ def plan(
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
-        memory_bytes=size_of(memory), context=context, threads=threads, kv_bits=kv_bits, kv_v_bits=kv_v_bits,
+        memory_bytes=size_of(memory), context=context, threads=threads, io=io, kv_bits=kv_bits,
+        kv_v_bits=kv_v_bits, flash_moe=flash_moe, active_experts=active_experts, shared_experts=shared_experts,
         sequences=sequences,
     )  # fmt: skip
     with _opened_any(source, offline) as (maple, files):
@@ -90,6 +100,7 @@ def plan(
         if not isinstance(maple, MapleModel):
             _plan_foreign(stdout, source, maple, options, json)
             return
+        options.check_experts(maple.config.num_experts, maple.config.num_experts_per_tok)
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
         _load_text(files.folder)
         now = memory_now()
@@ -255,21 +266,31 @@ class _Files(NamedTuple):
 
 def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files) -> Probe:
     from spile.engines.cpu.probe import probe_machine
+    from spile.generation.pace import Pace
     from spile.machine import physical_cores
     from spile.residency.experts import ExpertTable
     from spile.residency.kv import kv_format
 
-    return probe_machine(
-        maple.config,
-        ExpertTable(maple),
-        list(maple.checkpoint.shards) if files.are_own else files.others,
-        are_weights=files.are_own,
-        threads=options.threads or physical_cores(),
-        chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= maple.config.max_position_embeddings)},
-        kv=kv_format(maple.config, options),
-        cached=not made.is_direct,
-        fresh_nbytes=0 if made.is_mapped else made.parts.experts,
-    )
+    with _opened_text(files.folder) as model:
+        tokenizer = model.tokenizer
+        pace = Pace(
+            model.sampling,
+            num_entries=model.vocab_size if tokenizer is None else tokenizer.num_entries,
+            decoder=None if tokenizer is None else tokenizer.decoder(),
+        )
+        probe = probe_machine(
+            maple.config,
+            ExpertTable(maple),
+            list(maple.checkpoint.shards) if files.are_own else files.others,
+            are_weights=files.are_own,
+            threads=options.threads or physical_cores(),
+            chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= maple.config.max_position_embeddings)},
+            kv=kv_format(maple.config, options),
+            cached=not made.is_direct,
+            fresh_nbytes=0 if made.is_mapped else made.parts.experts,
+            between=pace.step,
+        )
+    return replace(probe, loop_seconds=pace.seconds)
 
 
 def _routing(path: Path, maple: MapleModel) -> Routing:
@@ -285,8 +306,14 @@ def _load_text(folder: Path) -> None:
     import spile.commands.generate
     import spile.console.terminal
     import spile.engines.cpu.engine  # noqa: F401
-    from spile.loading import load
 
-    with load(folder, memory=2**40, offline=True, on_note=lambda _: None) as model:
+    with _opened_text(folder) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=model.chat_template is None)
+
+
+def _opened_text(folder: Path) -> Model:
+    """Open a model for its tokenizer and its defaults; its headers are all there may be of the rest."""
+    from spile.loading import load
+
+    return load(folder, memory=2**40, offline=True, on_note=lambda _: None)

@@ -170,9 +170,10 @@ def _outlook_lines(outlook: Outlook, num_experts: int) -> list[str]:
             f"{format_size(row.budget_nbytes):>8} {slots:>7} {row.hit_rate:>5.0%} {cold:>11} {warm:>11} "
             f"{row.plan.context:>8,}"
         )
+    smallest, mapped = format_size(outlook.smallest.budget_nbytes), outlook.mapped_nbytes
     lines.append(
-        f"smallest budget {format_size(outlook.smallest.budget_nbytes)}; from {format_size(outlook.mapped_nbytes)} on "
-        "everything is mapped"
+        f"smallest budget {smallest}"
+        + (f"; from {format_size(mapped)} on everything is mapped" if mapped is not None else "")
     )
     enough = [
         f"{format_size(nbytes)} {word}"

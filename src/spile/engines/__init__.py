@@ -93,6 +93,12 @@ class EngineOptions:
                 f"it says how often those are selected"
             )
 
+    @property
+    def may_map(self) -> bool:
+        """Whether experts may be used in place in mapped files, where all fit."""
+        wants_pool = self.slots is not None or self.flash_moe or self.active_experts is not None
+        return not wants_pool and self.io in ("auto", "mapped")
+
     def num_active(self, top_k: int) -> int | None:
         """Return the slots a layer that were asked for; None: as many as the budget allows."""
         if self.active_experts is None and self.flash_moe and self.memory_bytes is None:

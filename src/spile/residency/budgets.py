@@ -37,7 +37,7 @@ class Outlook:
 
     rows: tuple[Row, ...]
     smallest: Row
-    mapped_nbytes: int  # from which on everything is mapped
+    mapped_nbytes: int | None  # from which on everything is mapped; None: a pool was asked for
     enough_warm_nbytes: int | None
     enough_cold_nbytes: int | None
 
@@ -78,7 +78,7 @@ def look_at_budgets(
         made = [(one.budget_nbytes, one.forecast) for one in tried if one.forecast is not None]
         warm = _enough((budget, expected.decode_warm) for budget, expected in made)
         cold = _enough((budget, expected.decode_cold) for budget, expected in made)
-    return Outlook(rows, rows[0], mapped, warm, cold)
+    return Outlook(rows, rows[0], mapped if options.may_map else None, warm, cold)
 
 
 def least_plan(

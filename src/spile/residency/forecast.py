@@ -29,10 +29,8 @@ from spile.residency.weights import head_nbytes
 # to a quarter, and 0.83 at half; the demo model, small and evenly used, has 0.1 less in the middle.
 _SHARES = (0.0, 0.003, 0.016, 0.033, 0.067, 0.104, 0.2, 0.31, 0.5, 0.75, 1.0)
 _HIT_RATES = (0.0, 0.01, 0.10, 0.16, 0.25, 0.33, 0.46, 0.60, 0.80, 0.94, 1.0)
-# Between two tokens' logits: sampling, text, Python. Measured: 0.09 ms with a vocabulary of 4,096 entries, 0.5 ms with
-# 151,669 (one core of a Zen 4 server, 2026-11-30).
-_LOOP_SECONDS, _ENTRY_SECONDS = 8e-5, 2.8e-9
 _PROMPT_TOKENS = 512  # of the prompt that prefill speeds are said for
+_DISTINCT_PART = 0.4  # of a prompt's tokens: 200 of 512 in English prose about software
 
 
 class ChunkSeconds(NamedTuple):
@@ -46,6 +44,9 @@ class ChunkSeconds(NamedTuple):
 class Probe:
     """What this machine takes for the steps of the engine; seconds are of one layer. None: unknown."""
 
+    begin_seconds: float  # of a token, before its first layer, all in mapped files
+    pooled_begin_seconds: float  # the same with a pool: its embedding rows are read
+    row_seconds: float  # of an embedding row, read with those of a chunk
     attend_seconds: float  # of a token: attention and router
     resident_seconds: float  # of a token, every expert in place in mapped files
     pooled_seconds: float  # the same, through a pool that holds them all
@@ -54,7 +55,9 @@ class Probe:
     cached_seconds: float | None  # of a token whose experts are all copied from the page cache
     head_seconds: float  # of a token, all rows resident
     mapped_head_seconds: float  # the same in mapped files
+    loop_seconds: float  # between two tokens: sampling, text
     chunks: Mapping[int, ChunkSeconds]  # by tokens
+    cached_miss_seconds: float | None  # that an expert copied from the page cache adds to a chunk
     cached_nbytes: float | None  # bytes a second copied from the page cache
     disk_nbytes: float | None  # bytes a second read from the disk, many reads in flight
     touched_nbytes: float | None  # bytes a second of mapped files that are made present from the disk
@@ -141,11 +144,6 @@ def routing_of(
 USUAL_ROUTING = Routing()
 
 
-def loop_seconds(vocab_size: int) -> float:
-    """Return what a token takes beside its logits."""
-    return _LOOP_SECONDS + _ENTRY_SECONDS * vocab_size
-
-
 def forecast(model: MapleModel, plan: Plan, probe: Probe, routing: Routing = USUAL_ROUTING) -> Forecast:
     """Predict the speed of a plan from a probe. Cost: none."""
     return _Sum(model, plan, probe, routing).forecast()
@@ -202,10 +200,11 @@ class _Sum:
         experts = probe.resident_seconds - probe.attend_seconds
         dense = config.intermediate_size / (config.num_experts_per_tok * config.moe_intermediate_size)
         return (
-            config.num_moe_layers * layer
+            (probe.begin_seconds if self._plan.is_mapped else probe.pooled_begin_seconds)
+            + config.num_moe_layers * layer
             + config.first_k_dense_replace * (probe.attend_seconds + experts * dense)
             + self._head(rate)
-            + loop_seconds(config.vocab_size)
+            + probe.loop_seconds
         )
 
     def _head(self, rate: float | None) -> float:
@@ -234,17 +233,18 @@ class _Sum:
             # the pool's memory comes from the system as it is first filled, on the threads that compute
             fresh = min(missing, self._num_slots - resident) * self._expert_nbytes / probe.fresh_nbytes
             attend, experts = (seconds * scale for seconds in probe.chunks[tried])
-            chunks.append(_Chunk(attend, experts, fresh, missing * self._expert_nbytes))
+            rows = 0.0 if plan.is_mapped else _DISTINCT_PART * T * probe.row_seconds
+            chunks.append(_Chunk(rows + attend, experts, fresh, missing))
             resident = self._num_slots
         return chunks
 
     def _prefill_warm(self) -> float | None:
         """Threads copy from the page cache, then compute."""
-        rate = self._probe.cached_nbytes
-        if rate is None and not self._plan.is_mapped:
+        miss = self._probe.cached_miss_seconds
+        if miss is None and not self._plan.is_mapped:
             return None
-        seconds = sum(c.attend + c.experts + c.fresh + c.missing_nbytes / (rate or 1) for c in self._chunks())
-        return _PROMPT_TOKENS / (seconds + self._head(rate))
+        seconds = sum(c.attend + c.experts + c.fresh + c.missing * (miss or 0) for c in self._chunks())
+        return _PROMPT_TOKENS / (seconds + self._head(self._probe.cached_nbytes))
 
     def _prefill_cold(self) -> float | None:
         """Experts are computed while others are read; nothing is read during attention."""
@@ -252,7 +252,7 @@ class _Sum:
         if rate is None:
             return None
         seconds = sum(
-            c.attend + max(c.experts + c.fresh, loss * max(c.experts, c.missing_nbytes / rate))
+            c.attend + max(c.experts + c.fresh, loss * max(c.experts, c.missing * self._expert_nbytes / rate))
             for c in self._chunks()
         )
         return _PROMPT_TOKENS / (seconds + self._head(rate))
@@ -268,9 +268,9 @@ class _Sum:
 
 
 class _Chunk(NamedTuple):
-    """Seconds of all layers of a prefill chunk, and the bytes that it reads."""
+    """Seconds of all layers of a prefill chunk, and what it reads."""
 
-    attend: float
+    attend: float  # embedding rows, attention and routers
     experts: float
     fresh: float  # to take the pool's memory
-    missing_nbytes: int
+    missing: int  # experts that it reads

@@ -110,8 +110,7 @@ def make_plan(
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
     total = _shard_nbytes(model)
     num_experts = model.config.num_routed_experts
-    wants_pool = options.slots is not None or options.flash_moe or options.active_experts is not None
-    if not (wants_pool and num_experts) and options.io in ("auto", "mapped"):
+    if options.may_map or (options.io in ("auto", "mapped") and not num_experts):
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
         if plan.parts.total <= room or not num_experts:
             return plan

@@ -329,9 +329,9 @@ class CpuEngine:
         if self._rows is None:
             decoder.begin(*self._table, np.array(token_ids, np.int64))
         else:
-            codes, scales, biases = self._rows.read(token_ids)
+            codes, scales, biases, rows = self._rows.read(token_ids)
             addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
-            decoder.begin(*addresses, np.arange(T, dtype=np.int64))
+            decoder.begin(*addresses, rows)
             self._policy.step(T)
         for layer in range(num_layers):
             decoder.attend(state.cache, layer)

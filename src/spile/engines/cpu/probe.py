@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -64,23 +64,58 @@ def probe_machine(
     cached: bool = True,
     touched: bool = True,
     fresh_nbytes: int = 0,
+    between: Callable[[], None] = lambda: None,
 ) -> Probe:
     """Measure for one to two seconds. Takes some 150 MB while it does, and touches disk: some 800 MB are read.
 
     `files` are the shards that `table` points into or, where not `are_weights`, any large file; without one, or where
     it cannot be read directly, the disk is unknown. `chunks` are the prefill chunks to try; `cached` says whether to
     try the page cache, `touched` whether mapped files; up to `fresh_nbytes` are taken from the system to see how fast
-    it gives them.
+    it gives them. `between` is called between two tokens and not counted: what else a token loop does.
     """
-    mapped = files if are_weights and cached else []
-    trial = Trial(config, table, threads, sorted(set(chunks)), kv, mapped)
+    trial = Trial(
+        config,
+        table,
+        threads,
+        sorted(set(chunks)),
+        kv,
+        files,
+        mapped=are_weights and cached and bool(files),
+        between=between,
+    )
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(trial.close)
+        probe = _resident(trial, config.vocab_size, min(fresh_nbytes, _FRESH_NBYTES))
+        if not table.expert_nbytes:
+            return probe
+        # files that cannot be read: the forecast says less
+        if files:
+            with contextlib.suppress(SpileError, OSError):
+                probe = _from_disk(probe, trial, _table_of(table, files, are_weights), files)
+            with contextlib.suppress(SpileError, OSError):
+                if touched:
+                    probe = replace(probe, touched_nbytes=touch_rate(files[0]))
+        if cached:
+            with contextlib.suppress(SpileError, OSError):
+                if not files:
+                    files, are_weights = [cleanup.enter_context(_temporary_file())], False
+                probe = _from_cache(probe, trial, _table_of(table, files, are_weights), files)
+        return replace(probe, pooled_begin_seconds=trial.begin(pooled=True))
+
+
+def _resident(trial: Trial, vocab_size: int, fresh_nbytes: int) -> Probe:
+    """Try what needs no reads."""
     chunk_seconds = {chunk: trial.chunk(chunk) for chunk in trial.chunks}
     attend, resident = trial.resident()
-    fresh_rate = _fresh_rate(min(fresh_nbytes, _FRESH_NBYTES))
+    fresh_rate = _fresh_rate(fresh_nbytes)
     trial.drop_weights_of_experts()
-    head = trial.head(config.vocab_size)
-    mapped_head = trial.head(config.vocab_size, in_files=True)
-    probe = Probe(
+    head = trial.head(vocab_size)
+    mapped_head = trial.head(vocab_size, in_files=True)
+    begin = trial.begin(pooled=False)
+    return Probe(
+        begin_seconds=begin,
+        pooled_begin_seconds=begin,
+        row_seconds=trial.row_seconds(),
         attend_seconds=attend,
         resident_seconds=resident,
         pooled_seconds=resident,
@@ -89,42 +124,43 @@ def probe_machine(
         cached_seconds=None,
         head_seconds=head,
         mapped_head_seconds=mapped_head,
+        loop_seconds=0.0,
         chunks=chunk_seconds,
+        cached_miss_seconds=None,
         cached_nbytes=None,
         disk_nbytes=None,
         touched_nbytes=None,
         overlap_loss=1.0,
         fresh_nbytes=fresh_rate,
     )
-    if not table.expert_nbytes:
-        return probe
-    with contextlib.ExitStack() as cleanup:
-        pooled = float("inf")
-        with contextlib.suppress(SpileError, OSError):  # files that cannot be read: the forecast says less
-            if files:
-                tried = table if are_weights else FileTable(table, files[0].stat().st_size)
-                disk = trial.disk(tried, files)
-                pooled = disk.pooled_seconds
-                probe = replace(
-                    probe,
-                    pooled_seconds=pooled,
-                    half_disk_seconds=disk.half_seconds,
-                    disk_seconds=disk.missing_seconds,
-                    disk_nbytes=disk.nbytes,
-                    overlap_loss=disk.loss,
-                )
-        with contextlib.suppress(SpileError, OSError):
-            if files and touched:
-                probe = replace(probe, touched_nbytes=touch_rate(files[0]))
-        with contextlib.suppress(SpileError, OSError):
-            if cached:
-                if not files:
-                    files, are_weights = [cleanup.enter_context(_temporary_file())], False
-                tried = table if are_weights else FileTable(table, files[0].stat().st_size)
-                again, copied, rate = trial.cached(tried, files)
-                pooled = min(again, pooled)
-                probe = replace(probe, pooled_seconds=pooled, cached_seconds=copied, cached_nbytes=rate)
-    return probe
+
+
+def _from_disk(probe: Probe, trial: Trial, table: ExpertTable, files: list[Path]) -> Probe:
+    found = trial.disk(table, files)
+    return replace(
+        probe,
+        pooled_seconds=found.pooled_seconds,
+        half_disk_seconds=found.half_seconds,
+        disk_seconds=found.missing_seconds,
+        disk_nbytes=found.nbytes,
+        overlap_loss=found.loss,
+    )
+
+
+def _from_cache(probe: Probe, trial: Trial, table: ExpertTable, files: list[Path]) -> Probe:
+    found = trial.cached(table, files)
+    is_first = probe.disk_seconds is None
+    return replace(
+        probe,
+        pooled_seconds=found.pooled_seconds if is_first else min(probe.pooled_seconds, found.pooled_seconds),
+        cached_seconds=found.missing_seconds,
+        cached_miss_seconds=found.chunk_miss_seconds,
+        cached_nbytes=found.nbytes,
+    )
+
+
+def _table_of(table: ExpertTable, files: list[Path], are_weights: bool) -> ExpertTable:
+    return table if are_weights else FileTable(table, files[0].stat().st_size)
 
 
 @contextlib.contextmanager

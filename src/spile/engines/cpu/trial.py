@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.decoder import make_decoder
-from spile.engines.cpu.trial_reads import Copied, PoolFetch, stream_rate
+from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, stream_rate
+from spile.engines.cpu.trial_weights import MadeUpWeights
 from spile.errors import SpileError
-from spile.residency.experts import ExpertTable, encode_bf16
+from spile.residency.experts import ExpertTable
 from spile.residency.forecast import ChunkSeconds
 from spile.residency.kv import KvFormat
 from spile.residency.slots import Batch
-from spile.residency.store import Store
+from spile.residency.store import ShardWatch, Store
 
 _LAYERS = 12  # of attention and router: 44 MB of a full-size model
 _TOKEN_LAYERS = 6  # that a token runs through: the first ones and the others in turn
@@ -34,11 +35,24 @@ _IN_PLACE_NBYTES = 64_000_000  # of experts: twice a processor's cache
 _HEAD_ROWS = 49_152  # 57 MB
 _ROWS = 256  # of the made-up embedding table: as many distinct tokens as a page of text has
 _DISK_SECONDS = 0.6
-_TOKENS = 8  # tried with experts in memory
-_CACHED_TOKENS = 8  # whose experts are copied from the page cache: 300 MB of a full-size model
+# Tokens tried with experts in memory, and three times as many that copy them from the page cache: 300 MB of a full-size
+# model. More where a token takes next to nothing, until so many seconds have passed.
+_TOKENS, _TOKEN_SECONDS = 8, 0.03
+_CHUNK_SECONDS = 0.1  # of chunks, at least
 
 _Fetch = Callable[[int, NDArray[np.int32], NDArray[np.int32]], Iterable[Batch]]
 _Tried = tuple[float, ...]  # misses and seconds of a token, three times
+
+
+class CachedTimes(NamedTuple):
+    """Of a layer of a token: all its experts in the pool, none, copied from the page cache; what each that is missing
+    adds to a chunk; bytes a second that are copied.
+    """
+
+    pooled_seconds: float
+    missing_seconds: float
+    chunk_miss_seconds: float
+    nbytes: float
 
 
 class DiskTimes(NamedTuple):
@@ -63,8 +77,16 @@ class Trial:
         threads: int,
         chunks: list[int],
         kv: KvFormat,
-        mapped: list[Path],
+        files: list[Path],
+        *,
+        mapped: bool,
+        between: Callable[[], None],
     ) -> None:
+        """`files` are looked at before each token; `mapped` says whether they hold the experts to compute in place.
+        `between` is called between two tokens, so that processor and threads are as a token finds them.
+
+        Raises: ReadError for files that cannot be opened.
+        """
         layers = min(_LAYERS, config.num_hidden_layers)
         self._token_layers, self._first_layer = min(_TOKEN_LAYERS, layers), 0
         context = max(chunks) + 1024
@@ -76,13 +98,20 @@ class Trial:
             vocab_size=min(_HEAD_ROWS, config.vocab_size),
         )
         self._table, self.chunks = table, chunks
-        self._kept: list[NDArray[np.generic]] = []
+        self._weights = MadeUpWeights(self._config)
         self._rng = np.random.default_rng(0)
+        self._between = between
+        self._watch = ShardWatch(files)
+        self._rows: RowReads | None = None
+        if files:
+            D = config.hidden_size
+            self._rows = RowReads(files[0], (D // 2, D // 32, D // 32))
         self._attend_seconds: list[float] = []
+        self._begin_seconds: dict[bool, list[float]] = {False: [], True: []}  # of tokens through a pool
         self._computing: dict[int, float] = {}  # seconds of a chunk's experts
         self._next_place = 0
         self._mapped: list[NDArray[np.uint8]] = []
-        self._place_experts(mapped)
+        self._place_experts(files if mapped else [])
         isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
         self._decoder = make_decoder(
             self._config,
@@ -94,9 +123,9 @@ class Trial:
             activation_bytes=2,
         )
         for layer in range(layers):
-            self._decoder.set_layer(layer, self._layer())
-        self._decoder.set_final_norm(self._ones(config.hidden_size))
-        self._embedding = self._nibbles(_ROWS)
+            self._decoder.set_layer(layer, self._weights.layer())
+        self._decoder.set_final_norm(self._weights.ones(config.hidden_size))
+        self._embedding = self._weights.nibbles(_ROWS)
         self._cache = self._decoder.new_cache()
         self._ids = np.empty(config.num_experts, np.int32)
         self._counts = np.empty(config.num_experts, np.int32)
@@ -104,11 +133,12 @@ class Trial:
 
     def chunk(self, num_tokens: int) -> ChunkSeconds:
         """Time one layer of a prefill chunk, every expert in place."""
-        # the first time, buffers are touched for the first time
-        best = min((self._chunk(num_tokens, self._in_place) for _ in range(3)), key=sum)
+        self._chunk(num_tokens, self._in_place)  # buffers are touched for the first time
+        tried = [self._chunk(num_tokens, self._in_place) for _ in _rounds(1, _CHUNK_SECONDS)]
         self._cache.position = num_tokens
-        self._computing[num_tokens] = best.experts
-        return best
+        attend, experts = (float(np.median(seconds)) for seconds in zip(*tried, strict=True))
+        self._computing[num_tokens] = experts
+        return ChunkSeconds(attend, experts)
 
     def _chunk(self, num_tokens: int, fetch: _Fetch) -> ChunkSeconds:
         rows = self._rng.integers(0, _ROWS, num_tokens)
@@ -130,23 +160,30 @@ class Trial:
         for index in range(2):
             self._token(index, self._in_place)
         self._attend_seconds.clear()
-        seconds = [self._token(index, self._in_place) for index in range(_TOKENS)]
+        seconds = [self._token(index, self._in_place) for index in _rounds(_TOKENS, _TOKEN_SECONDS)]
         layers = self._token_layers
         return float(np.median(self._attend_seconds)) / layers, float(np.median(seconds)) / layers
+
+    def begin(self, *, pooled: bool) -> float:
+        """Return the seconds before the first layer of the tokens tried so far, through a pool or not."""
+        return float(np.median(self._begin_seconds[pooled] or [0.0]))
+
+    def row_seconds(self) -> float:
+        """Time an embedding row of a prompt's; 0 where there is no file to read one from."""
+        return 0.0 if self._rows is None else self._rows.row_seconds()
 
     def head(self, vocab_size: int, *, in_files: bool = False) -> float:
         """Time the logits of a token, for all `vocab_size` rows; `in_files` in small pages, as mapped ones are."""
         num_rows = self._config.vocab_size
-        head, seconds = self._nibbles(num_rows), []
+        head, seconds = self._weights.nibbles(num_rows), []
         if in_files:
-            codes, scales, biases = (self._keep(_in_small_pages(array)) for array in self._kept[-3:])
-            head = codes, scales, biases
+            head = self._weights.in_small_pages()
         for _ in range(3):
             started = time.perf_counter()
             self._decoder.finish(1)
             self._decoder.head(*head, 0, num_rows, self._out)
             seconds.append(time.perf_counter() - started)
-        del self._kept[-6 if in_files else -3 :]
+        self._weights.drop_newest(6 if in_files else 3)
         return min(seconds) * vocab_size / num_rows
 
     def disk(self, table: ExpertTable, files: list[Path]) -> DiskTimes:
@@ -170,8 +207,8 @@ class Trial:
         finally:
             store.close()
 
-    def cached(self, table: ExpertTable, files: list[Path]) -> tuple[float, float, float]:
-        """Time the same with experts copied from the page cache; bytes a second that are copied."""
+    def cached(self, table: ExpertTable, files: list[Path]) -> CachedTimes:
+        """Time tokens and a chunk whose experts are copied from the page cache."""
         store = Store(files, direct=False)
         copied = Copied(self._decoder)
         store.read_cached = copied.copy
@@ -179,12 +216,14 @@ class Trial:
             fetch = self._filled_pool(table, store)
             for _ in range(2):  # again, where the files were not in the page cache
                 copied.seconds, copied.is_whole, before = 0.0, True, fetch.slots.misses
-                tried = [self._try(2 * index, fetch) for index in range(_CACHED_TOKENS)]
+                tried = [self._try(2 * index, fetch) for index in _rounds(_TOKENS, _TOKEN_SECONDS)]
+                nbytes = (fetch.slots.misses - before) * self._table.expert_nbytes
+                rate = nbytes / max(1e-9, copied.seconds)
+                miss = self._chunk_miss(fetch, 2 * len(tried))
                 if copied.is_whole:
                     break
-            nbytes = (fetch.slots.misses - before) * self._table.expert_nbytes
             hit, _, missing = self._fitted(np.median(np.array(tried), axis=0))
-            return hit, missing, nbytes / max(1e-9, copied.seconds)
+            return CachedTimes(hit, missing, miss, rate)
         finally:
             store.close()
 
@@ -221,26 +260,52 @@ class Trial:
 
     def _loss(self, fetch: PoolFetch, index: int, rate: float) -> float:
         """How many times longer than the longer of the two a chunk takes to read its experts and compute them."""
-        T, losses = max(self.chunks), []
+        T = max(self.chunks)
+        losses = [
+            seconds / max(self._computing[T], misses * self._table.expert_nbytes / rate)
+            for misses, seconds in self._missing_chunks(fetch, index)
+        ]
+        return max(1.0, float(np.median(losses)))
+
+    def _chunk_miss(self, fetch: PoolFetch, index: int) -> float:
+        """Seconds that a missing expert adds to the longest chunk."""
+        computing = self._computing[max(self.chunks)]
+        added = [
+            (seconds - computing) / max(1, misses) for misses, seconds in self._missing_chunks(fetch, index)
+        ]
+        return max(0.0, float(np.median(added)))
+
+    def _missing_chunks(self, fetch: PoolFetch, index: int) -> list[tuple[int, float]]:
+        """Run the longest chunk with its experts missing, twice or more; return how many and the seconds of all
+        experts.
+        """
+        tried = []
         fetch.in_order = True
-        for turn in range(2):
+        for turn in _rounds(2, _CHUNK_SECONDS):
             fetch.begin(index + turn)
             before = fetch.slots.misses
-            seconds = self._chunk(T, fetch).experts
-            reading = (fetch.slots.misses - before) * self._table.expert_nbytes / rate
-            losses.append(seconds / max(self._computing[T], reading))
+            seconds = self._chunk(max(self.chunks), fetch).experts
+            tried.append((fetch.slots.misses - before, seconds))
         fetch.in_order = False
-        return max(1.0, min(losses))
+        return tried
 
     def _token(self, index: int, fetch: _Fetch) -> float:
         """Run one token through the layers and forget it; return its seconds."""
         decoder, ids, counts = self._decoder, self._ids, self._counts
         row = np.array([index % _ROWS], np.int64)
+        pooled = isinstance(fetch, PoolFetch)
         if isinstance(fetch, PoolFetch):
             fetch.begin(index)
+        self._between()
+        asked = time.perf_counter()
+        self._watch.check()
+        if isinstance(fetch, PoolFetch) and self._rows is not None:
+            self._rows.read()
+            fetch.step()
         first = self._first_layer
         self._first_layer = (first + self._token_layers) % self._config.num_hidden_layers
         attending, started = 0.0, time.perf_counter()
+        self._begin_seconds[pooled].append(started - asked)
         decoder.begin(*self._embedding, row)
         for turn in range(self._token_layers):
             layer = (first + turn) % self._config.num_hidden_layers
@@ -265,6 +330,12 @@ class Trial:
         self._experts = np.zeros(0, np.uint8)
         self._mapped.clear()
 
+    def close(self) -> None:
+        """Close the files that were looked at. May be called twice."""
+        self._watch.close()
+        if self._rows is not None:
+            self._rows.close()
+
     def _num_slots(self) -> int:
         """Slots for two tokens: the second time that a token runs it finds all, another token nearly nothing."""
         K, E = self._config.num_experts_per_tok, self._config.num_experts
@@ -280,7 +351,7 @@ class Trial:
         num = min(len(layers) * table.num_experts, max(1, _IN_PLACE_NBYTES // table.expert_nbytes))
         if not files:
             parts = [extent.nbytes for extent in table.extents(layers[0], 0)]
-            self._experts = self._ternary(num * sum(parts))
+            self._experts = self._weights.ternary(num * sum(parts))
             starts = self._experts.ctypes.data + np.arange(num)[:, None] * sum(parts)
             self._places = (starts + np.cumsum([0, *parts[:2]])).astype(np.uint64)
             return
@@ -303,56 +374,10 @@ class Trial:
             bases.append(self._mapped[-1].ctypes.data)
         self._places = np.array([[bases[e.shard] + e.offset for e in three] for three in chosen], np.uint64)
 
-    def _layer(self) -> dict[str, int]:
-        config = self._config
-        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
-        wide, narrow = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
-        addresses = {"input_norm": self._ones(D), "post_norm": self._ones(D)}
-        addresses |= {"q_norm": self._ones(config.head_dim), "k_norm": self._ones(config.head_dim)}
-        for name, out, n in (("q", wide, D), ("k", narrow, D), ("v", narrow, D), ("o", D, wide)):
-            addresses[name] = self._keep(self._ternary(out * n // 4))
-            addresses[f"{name}_alpha"] = self._alphas(out, n)
-        router = self._rng.standard_normal(E * D, np.float32) / np.float32(np.sqrt(D))
-        addresses["router"] = self._keep(encode_bf16(router))
-        for name, out, n in (("gate", F, D), ("up", F, D), ("down", D, F)):
-            addresses[f"{name}_alpha"] = self._alphas(E * out, n)
-        return addresses
 
-    def _ternary(self, nbytes: int) -> NDArray[np.uint8]:
-        """Packed codes of 0, 1 and 2, four in a byte."""
-        digits = self._rng.integers(0, 3, (4, min(nbytes, 1 << 20)), np.uint8)
-        return np.resize(digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6, nbytes)
-
-    def _nibbles(self, num_rows: int) -> tuple[int, int, int]:
-        """Addresses of codes, scales and biases of a 4-bit table."""
-        D = self._config.hidden_size
-        codes = np.resize(self._rng.integers(0, 256, 1 << 20, np.uint8), num_rows * D // 2)
-        scales = np.full(num_rows * D // 64, _bf16(0.01), np.uint16)
-        biases = np.full(num_rows * D // 64, _bf16(-0.075), np.uint16)
-        return self._keep(codes), self._keep(scales), self._keep(biases)
-
-    def _alphas(self, count: int, n: int) -> int:
-        return self._keep(np.full(count, _bf16((1.5 / n) ** 0.5), np.uint16))  # products keep their size
-
-    def _ones(self, count: int) -> int:
-        return self._keep(np.full(count, _bf16(1.0), np.uint16))
-
-    def _keep(self, array: NDArray[np.generic]) -> int:
-        self._kept.append(array)
-        return array.ctypes.data
-
-
-def _in_small_pages(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    memory = mmap.mmap(-1, array.nbytes)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    copy = np.frombuffer(memory, array.dtype)
-    copy[:] = array
-    return copy
-
-
-def _bf16(value: float) -> int:
-    return int(encode_bf16(np.array([value], np.float32))[0])
+def _rounds(least: int, seconds: float) -> Iterator[int]:
+    """Count trials: so many at least, and more until so many seconds have passed."""
+    started, index = time.perf_counter(), 0
+    while index < least or time.perf_counter() - started < seconds:
+        yield index
+        index += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.errors import SpileError
-from spile.residency.experts import ExpertTable
+from spile.residency.experts import ExpertTable, Extent
 from spile.residency.mapped import touch_reader, touch_requests
 from spile.residency.policy import NEVER, Policy
 from spile.residency.slots import Batch, Slots
@@ -25,6 +25,7 @@ from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 _STREAM_SECONDS = 0.3
 _TOUCH_SECONDS, _TOUCH_NBYTES = 0.25, 1 << 28
 _IN_FLIGHT = 16  # experts, as in the pool
+_ROWS = 128  # of the embedding table
 
 
 class Copied:
@@ -78,6 +79,9 @@ class PoolFetch:
         self._index = index
         rng = np.random.default_rng(index % 2**32)
         self._wanted = [rng.permutation(self._num_experts).astype(np.int32) for _ in range(self._num_layers)]
+
+    def step(self) -> None:
+        """Do what the pool does before a token's first layer."""
         self._policy.step(1)
 
     def __call__(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
@@ -92,6 +96,40 @@ class PoolFetch:
             self._moe[layer % len(self._moe)], wanted, counts, in_order=False
         ):
             yield ids[np.searchsorted(wanted, some)], places
+
+
+class RowReads:
+    """Reads the embedding rows of a token, as many bytes from anywhere in a file, as the engine does: through the page
+    cache.
+    """
+
+    def __init__(self, path: Path, row_nbytes: Sequence[int]) -> None:
+        self._store, self._row_nbytes = Store([path], direct=False), row_nbytes
+        self._span = max(1, path.stat().st_size - max(row_nbytes))
+        self._turn = 0
+
+    def read(self) -> None:
+        """Read the rows of another token."""
+        extents = self._next_extents()
+        if self._store.read_if_cached(extents) is None:
+            self._store.read(extents)
+
+    def row_seconds(self) -> float:
+        """Seconds of a row, of many that are read together, as a prompt's are."""
+        started = time.perf_counter()
+        extents = [extent for _ in range(_ROWS) for extent in self._next_extents()]
+        self._store.read(extents)
+        return (time.perf_counter() - started) / _ROWS
+
+    def _next_extents(self) -> list[Extent]:
+        self._turn += 1
+        return [
+            Extent(0, (self._turn * 3 + part) * 1_000_003 % self._span, nbytes)
+            for part, nbytes in enumerate(self._row_nbytes)
+        ]
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def stream_rate(table: ExpertTable, store: Store) -> float:

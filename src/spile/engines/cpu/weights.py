@@ -112,19 +112,24 @@ class EmbeddingRows:
 
     def read(
         self, token_ids: Sequence[int]
-    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return codes, scales and biases of T rows, uint8 [T, bytes of a row] each. Touches disk.
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
+        """Return codes, scales and biases of R different rows, uint8 [R, bytes of a row] each, and which of them is
+        each token's, int64 [T]. Touches disk.
 
         Raises: ReadError.
         """
+        T = len(token_ids)
+        tokens, rows = np.array(token_ids, np.int64), np.zeros(T, np.int64)
+        if T > 1:  # a page of text has half as many different tokens
+            tokens, rows = np.unique(tokens, return_inverse=True)
         extents = [
             Extent(tensor.shard, tensor.offset + token * nbytes, nbytes)
             for tensor, nbytes in zip(self._tables, self._row_nbytes, strict=True)
-            for token in token_ids
+            for token in tokens.tolist()
         ]
-        T = len(token_ids)
-        rows = self._store.read_if_cached(extents) if T == 1 else None
-        if rows is None:
-            rows = self._store.read(extents)
-        codes, scales, biases = (np.stack(rows[part * T : (part + 1) * T]) for part in range(3))
-        return codes, scales, biases
+        R = len(tokens)
+        found = self._store.read_if_cached(extents) if R == 1 else None
+        if found is None:
+            found = self._store.read(extents)
+        codes, scales, biases = (np.stack(found[part * R : (part + 1) * R]) for part in range(3))
+        return codes, scales, biases, rows.astype(np.int64).reshape(T)
