@@ -36,6 +36,7 @@ PROBE = Probe(
     cached_nbytes=1e10,
     disk_nbytes=1e9,
     touched_nbytes=5e8,
+    touch_added=0.5,
     overlap_loss=1.0,
     fresh_nbytes=float("inf"),
 )
@@ -96,6 +97,15 @@ def test_cold_prompt_reads_while_experts_are_computed_and_not_during_attention(m
     )
     reading = int(used) * ExpertTable(model).expert_nbytes / 1000
     assert slow_disk.prefill_cold == pytest.approx(512 / (L * 0.5 + reading + 4e-3))
+
+
+def test_mapped_cold_prompt_computes_while_files_are_made_present(model: MapleModel) -> None:
+    plan, L = plan_of(model, None), model.config.num_hidden_layers
+    computing = L * 2.5 + 6e-3
+    nbytes = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
+    slow, fast = (forecast(model, plan, replace(PROBE, touched_nbytes=nbytes / s)) for s in (40.0, 1.0))
+    assert slow.prefill_cold == pytest.approx(512 / (40 + 0.5 * computing))
+    assert fast.prefill_cold == pytest.approx(512 / (computing + 0.5))
 
 
 def test_memory_that_comes_slowly_slows_the_first_prompt_by_the_pool(model: MapleModel) -> None:

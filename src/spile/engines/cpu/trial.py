@@ -9,7 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.decoder import make_decoder
-from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, stream_rate
+from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, Touching, stream_rate
 from spile.engines.cpu.trial_weights import MadeUpWeights
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable
@@ -136,7 +137,7 @@ class Trial:
         self._chunk(num_tokens, self._in_place)  # buffers are touched for the first time
         tried = [self._chunk(num_tokens, self._in_place) for _ in _rounds(1, _CHUNK_SECONDS)]
         self._cache.position = num_tokens
-        attend, experts = (float(np.median(seconds)) for seconds in zip(*tried, strict=True))
+        attend, experts = (_usual(seconds) for seconds in zip(*tried, strict=True))
         self._computing[num_tokens] = experts
         return ChunkSeconds(attend, experts)
 
@@ -167,6 +168,24 @@ class Trial:
     def begin(self, *, pooled: bool) -> float:
         """Return the seconds before the first layer of the tokens tried so far, through a pool or not."""
         return float(np.median(self._begin_seconds[pooled] or [0.0]))
+
+    def touch(self, path: Path) -> tuple[float, float]:
+        """Time a mapped file being made present: bytes a second, and which part of the shorter of the two it takes on
+        top of the longer to do that and to compute a chunk at once. While experts are in place.
+
+        Raises: SpileError where the page cache cannot be told to forget.
+        """
+        with closing(Touching(path)) as touching:
+            rate, T, added = touching.rate(), max(self.chunks), []
+            for _ in range(2):
+                alone = sum(self._chunk(T, self._in_place))
+                started = time.perf_counter()
+                reading = touching.start(int(rate * alone)) / rate
+                self._chunk(T, self._in_place)
+                touching.wait()
+                both = time.perf_counter() - started
+                added.append((both - max(alone, reading)) / min(alone, reading))
+        return rate, min(1.0, max(0.0, _usual(added)))
 
     def row_seconds(self) -> float:
         """Time an embedding row of a prompt's; 0 where there is no file to read one from."""
@@ -265,7 +284,7 @@ class Trial:
             seconds / max(self._computing[T], misses * self._table.expert_nbytes / rate)
             for misses, seconds in self._missing_chunks(fetch, index)
         ]
-        return max(1.0, float(np.median(losses)))
+        return max(1.0, _usual(losses))
 
     def _chunk_miss(self, fetch: PoolFetch, index: int) -> float:
         """Seconds that a missing expert adds to the longest chunk."""
@@ -273,7 +292,7 @@ class Trial:
         added = [
             (seconds - computing) / max(1, misses) for misses, seconds in self._missing_chunks(fetch, index)
         ]
-        return max(0.0, float(np.median(added)))
+        return max(0.0, _usual(added))
 
     def _missing_chunks(self, fetch: PoolFetch, index: int) -> list[tuple[int, float]]:
         """Run the longest chunk with its experts missing, twice or more; return how many and the seconds of all
@@ -381,3 +400,8 @@ def _rounds(least: int, seconds: float) -> Iterator[int]:
     while index < least or time.perf_counter() - started < seconds:
         yield index
         index += 1
+
+
+def _usual(values: Sequence[float]) -> float:
+    """Return the lower quartile: what disturbs a trial only adds to it."""
+    return float(np.quantile(values, 0.25, method="lower"))

@@ -23,9 +23,9 @@ from spile.residency.slots import Batch, Slots
 from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 
 _STREAM_SECONDS = 0.3
-_TOUCH_SECONDS, _TOUCH_NBYTES = 0.25, 1 << 28
+_TOUCH_NBYTES = 1 << 28
 _IN_FLIGHT = 16  # experts, as in the pool
-_ROWS = 128  # of the embedding table
+_ROWS, _FEW_ROWS = 128, 16  # of the embedding table
 
 
 class Copied:
@@ -99,32 +99,30 @@ class PoolFetch:
 
 
 class RowReads:
-    """Reads the embedding rows of a token, as many bytes from anywhere in a file, as the engine does: through the page
-    cache.
-    """
+    """Reads embedding rows, as many bytes from anywhere in a file, as the engine does: through the page cache."""
 
     def __init__(self, path: Path, row_nbytes: Sequence[int]) -> None:
         self._store, self._row_nbytes = Store([path], direct=False), row_nbytes
         self._span = max(1, path.stat().st_size - max(row_nbytes))
-        self._turn = 0
+        self._turn = 0  # of tokens, few of which are new in a text
 
     def read(self) -> None:
         """Read the rows of another token."""
-        extents = self._next_extents()
+        self._turn = (self._turn + 1) % _FEW_ROWS
+        extents = self._extents(self._turn)
         if self._store.read_if_cached(extents) is None:
             self._store.read(extents)
 
     def row_seconds(self) -> float:
         """Seconds of a row, of many that are read together, as a prompt's are."""
         started = time.perf_counter()
-        extents = [extent for _ in range(_ROWS) for extent in self._next_extents()]
+        extents = [extent for row in range(_ROWS) for extent in self._extents(_FEW_ROWS + row)]
         self._store.read(extents)
         return (time.perf_counter() - started) / _ROWS
 
-    def _next_extents(self) -> list[Extent]:
-        self._turn += 1
+    def _extents(self, row: int) -> list[Extent]:
         return [
-            Extent(0, (self._turn * 3 + part) * 1_000_003 % self._span, nbytes)
+            Extent(0, (row * 3 + part) * 1_000_003 % self._span, nbytes)
             for part, nbytes in enumerate(self._row_nbytes)
         ]
 
@@ -156,31 +154,51 @@ def stream_rate(table: ExpertTable, store: Store) -> float:
     return nbytes / elapsed
 
 
-def touch_rate(path: Path) -> float:
-    """Bytes a second of a mapped file that become present from the disk as `mapped.py` touches them. What was in the
-    page cache of a piece is dropped, and read again.
-
-    Raises: SpileError where the page cache cannot be told to forget.
+class Touching:
+    """Makes pieces of a mapped file present from the disk, in the background, as `mapped.py` touches them. What the
+    page cache has of them is dropped before, and read again.
     """
-    if not hasattr(os, "posix_fadvise"):
-        raise SpileError("the page cache cannot be told to forget")
-    with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        view = np.frombuffer(mapping, np.uint8)
-        nbytes = min(len(view), _TOUCH_NBYTES)
-        start = int(np.random.default_rng(os.getpid()).integers(len(view) - nbytes + 1))
+
+    def __init__(self, path: Path) -> None:
+        """Map the file.
+
+        Raises: SpileError where the page cache cannot be told to forget.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise SpileError("the page cache cannot be told to forget")
+        self._path = path
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._view = np.frombuffer(mapping, np.uint8)
+        self._rng = np.random.default_rng(os.getpid())
+        self._reader = touch_reader()
+        self._tickets: list[int] = []
+
+    def start(self, nbytes: int) -> int:
+        """Begin with so many bytes from anywhere, or all where there are less; return how many."""
+        view = self._view
+        nbytes = min(len(view), nbytes)
+        start = int(self._rng.integers(len(view) - nbytes + 1))
         start -= start % PAGE_NBYTES
-        os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
-        reader = touch_reader()
-        started, done = time.perf_counter(), 0
+        with self._path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
         requests = touch_requests([(view.ctypes.data + start, nbytes)])
-        tickets = [reader.submit(request[None]) for request in requests]
-        for request, ticket in zip(requests, tickets, strict=True):
-            reader.wait(ticket)
-            done += int(request[2])
-            if time.perf_counter() - started > _TOUCH_SECONDS:
-                break
-        elapsed = time.perf_counter() - started
-        reader.cancel()
-        reader.drain()
-    return done / elapsed
+        self._tickets = [self._reader.submit(request[None]) for request in requests]
+        return nbytes
+
+    def wait(self) -> None:
+        """Block until all of it is present."""
+        while self._tickets:
+            self._reader.wait(self._tickets.pop(0))
+
+    def rate(self) -> float:
+        """Bytes a second of a piece that nobody computes beside."""
+        started = time.perf_counter()
+        nbytes = self.start(_TOUCH_NBYTES)
+        self.wait()
+        return nbytes / (time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Stop. May be called twice."""
+        self._reader.cancel()
+        self._reader.drain()
