@@ -36,7 +36,6 @@ PROBE = Probe(
     cached_nbytes=1e10,
     disk_nbytes=1e9,
     touched_nbytes=5e8,
-    touch_added=0.5,
     overlap_loss=1.0,
     fresh_nbytes=float("inf"),
 )
@@ -104,8 +103,10 @@ def test_mapped_cold_prompt_computes_while_files_are_made_present(model: MapleMo
     computing = L * 2.5 + 6e-3
     nbytes = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
     slow, fast = (forecast(model, plan, replace(PROBE, touched_nbytes=nbytes / s)) for s in (40.0, 1.0))
-    assert slow.prefill_cold == pytest.approx(512 / (40 + 0.5 * computing))
-    assert fast.prefill_cold == pytest.approx(512 / (computing + 0.5))
+    assert slow.prefill_cold == pytest.approx(512 / 40)
+    assert fast.prefill_cold == pytest.approx(512 / computing)
+    slow_memory = forecast(model, plan, replace(PROBE, touched_nbytes=nbytes / 1.0, fresh_nbytes=2e9))
+    assert slow_memory.prefill_cold == pytest.approx(512 / (computing + nbytes * 0.25e-9))
 
 
 def test_memory_that_comes_slowly_slows_the_first_prompt_by_the_pool(model: MapleModel) -> None:

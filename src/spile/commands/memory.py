@@ -287,7 +287,7 @@ def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files)
             chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= maple.config.max_position_embeddings)},
             kv=kv_format(maple.config, options),
             cached=not made.is_direct,
-            fresh_nbytes=0 if made.is_mapped else made.parts.experts,
+            fresh_nbytes=made.parts.experts,
             between=pace.step,
         )
     return replace(probe, loop_seconds=pace.seconds)

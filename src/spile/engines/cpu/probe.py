@@ -20,6 +20,7 @@ import numpy as np
 
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.trial import Trial
+from spile.engines.cpu.trial_reads import touch_rate
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable, Extent
 from spile.residency.forecast import Probe
@@ -84,14 +85,16 @@ def probe_machine(
     )
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(trial.close)
-        touched_file = files[0] if files and touched else None
-        probe = _resident(trial, config.vocab_size, min(fresh_nbytes, _FRESH_NBYTES), touched_file)
+        probe = _resident(trial, config.vocab_size, min(fresh_nbytes, _FRESH_NBYTES))
         if not table.expert_nbytes:
             return probe
         # files that cannot be read: the forecast says less
         if files:
             with contextlib.suppress(SpileError, OSError):
                 probe = _from_disk(probe, trial, _table_of(table, files, are_weights), files)
+            with contextlib.suppress(SpileError, OSError):
+                if touched:
+                    probe = replace(probe, touched_nbytes=touch_rate(files[0]))
         if cached:
             with contextlib.suppress(SpileError, OSError):
                 if not files:
@@ -100,14 +103,10 @@ def probe_machine(
         return replace(probe, pooled_begin_seconds=trial.begin(pooled=True))
 
 
-def _resident(trial: Trial, vocab_size: int, fresh_nbytes: int, touched: Path | None) -> Probe:
+def _resident(trial: Trial, vocab_size: int, fresh_nbytes: int) -> Probe:
     """Try what needs no pool."""
     chunk_seconds = {chunk: trial.chunk(chunk) for chunk in trial.chunks}
     attend, resident = trial.resident()
-    touched_nbytes, touch_added = None, 0.0
-    with contextlib.suppress(SpileError, OSError):
-        if touched is not None:
-            touched_nbytes, touch_added = trial.touch(touched)
     fresh_rate = _fresh_rate(fresh_nbytes)
     trial.drop_weights_of_experts()
     head = trial.head(vocab_size)
@@ -130,8 +129,7 @@ def _resident(trial: Trial, vocab_size: int, fresh_nbytes: int, touched: Path | 
         cached_miss_seconds=None,
         cached_nbytes=None,
         disk_nbytes=None,
-        touched_nbytes=touched_nbytes,
-        touch_added=touch_added,
+        touched_nbytes=None,
         overlap_loss=1.0,
         fresh_nbytes=fresh_rate,
     )

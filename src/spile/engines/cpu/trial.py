@@ -10,7 +10,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.maple import MapleConfig
 from spile.engines.cpu.decoder import make_decoder
-from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, Touching, stream_rate
+from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, stream_rate
 from spile.engines.cpu.trial_weights import MadeUpWeights
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable
@@ -168,24 +167,6 @@ class Trial:
     def begin(self, *, pooled: bool) -> float:
         """Return the seconds before the first layer of the tokens tried so far, through a pool or not."""
         return float(np.median(self._begin_seconds[pooled] or [0.0]))
-
-    def touch(self, path: Path) -> tuple[float, float]:
-        """Time a mapped file being made present: bytes a second, and which part of the shorter of the two it takes on
-        top of the longer to do that and to compute a chunk at once. While experts are in place.
-
-        Raises: SpileError where the page cache cannot be told to forget.
-        """
-        with closing(Touching(path)) as touching:
-            rate, T, added = touching.rate(), max(self.chunks), []
-            for _ in range(2):
-                alone = sum(self._chunk(T, self._in_place))
-                started = time.perf_counter()
-                reading = touching.start(int(rate * alone)) / rate
-                self._chunk(T, self._in_place)
-                touching.wait()
-                both = time.perf_counter() - started
-                added.append((both - max(alone, reading)) / min(alone, reading))
-        return rate, min(1.0, max(0.0, _usual(added)))
 
     def row_seconds(self) -> float:
         """Time an embedding row of a prompt's; 0 where there is no file to read one from."""

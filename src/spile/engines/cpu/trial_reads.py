@@ -23,7 +23,7 @@ from spile.residency.slots import Batch, Slots
 from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 
 _STREAM_SECONDS = 0.3
-_TOUCH_NBYTES = 1 << 28
+_TOUCH_SECONDS, _TOUCH_NBYTES = 0.25, 1 << 28
 _IN_FLIGHT = 16  # experts, as in the pool
 _ROWS, _FEW_ROWS = 128, 16  # of the embedding table
 
@@ -154,51 +154,31 @@ def stream_rate(table: ExpertTable, store: Store) -> float:
     return nbytes / elapsed
 
 
-class Touching:
-    """Makes pieces of a mapped file present from the disk, in the background, as `mapped.py` touches them. What the
-    page cache has of them is dropped before, and read again.
+def touch_rate(path: Path) -> float:
+    """Bytes a second of a mapped file that become present from the disk as `mapped.py` touches them. What was in the
+    page cache of a piece is dropped, and read again.
+
+    Raises: SpileError where the page cache cannot be told to forget.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Map the file.
-
-        Raises: SpileError where the page cache cannot be told to forget.
-        """
-        if not hasattr(os, "posix_fadvise"):
-            raise SpileError("the page cache cannot be told to forget")
-        self._path = path
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._view = np.frombuffer(mapping, np.uint8)
-        self._rng = np.random.default_rng(os.getpid())
-        self._reader = touch_reader()
-        self._tickets: list[int] = []
-
-    def start(self, nbytes: int) -> int:
-        """Begin with so many bytes from anywhere, or all where there are less; return how many."""
-        view = self._view
-        nbytes = min(len(view), nbytes)
-        start = int(self._rng.integers(len(view) - nbytes + 1))
+    if not hasattr(os, "posix_fadvise"):
+        raise SpileError("the page cache cannot be told to forget")
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = np.frombuffer(mapping, np.uint8)
+        nbytes = min(len(view), _TOUCH_NBYTES)
+        start = int(np.random.default_rng(os.getpid()).integers(len(view) - nbytes + 1))
         start -= start % PAGE_NBYTES
-        with self._path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
+        reader = touch_reader()
+        started, done = time.perf_counter(), 0
         requests = touch_requests([(view.ctypes.data + start, nbytes)])
-        self._tickets = [self._reader.submit(request[None]) for request in requests]
-        return nbytes
-
-    def wait(self) -> None:
-        """Block until all of it is present."""
-        while self._tickets:
-            self._reader.wait(self._tickets.pop(0))
-
-    def rate(self) -> float:
-        """Bytes a second of a piece that nobody computes beside."""
-        started = time.perf_counter()
-        nbytes = self.start(_TOUCH_NBYTES)
-        self.wait()
-        return nbytes / (time.perf_counter() - started)
-
-    def close(self) -> None:
-        """Stop. May be called twice."""
-        self._reader.cancel()
-        self._reader.drain()
+        tickets = [reader.submit(request[None]) for request in requests]
+        for request, ticket in zip(requests, tickets, strict=True):
+            reader.wait(ticket)
+            done += int(request[2])
+            if time.perf_counter() - started > _TOUCH_SECONDS:
+                break
+        elapsed = time.perf_counter() - started
+        reader.cancel()
+        reader.drain()
+    return done / elapsed
