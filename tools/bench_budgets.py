@@ -13,7 +13,7 @@ files once before, in order, and has the page cache outside the budget. Every ru
 its own (no tokenizer table of an earlier run) and reads a real text, this project's README.
 
 `of ceiling` is the cold decode speed divided by what the disk allows: its rate at the read size used, measured just
-before and after, divided by the bytes that a decoded token missed.
+before and after, divided by the bytes that a decoded token missed; what was read ahead in vain is not among them.
 
 Prints one row a run; the last line is JSON, a list of objects with sizes in bytes and null for what is unknown.
 """
@@ -52,6 +52,8 @@ with spile.load(model, **options, on_note=notes.append) as loaded:
     answer = stats.as_dict() | {"plan": loaded.summary, "notes": notes}
     steps = max(1, answer["completion_tokens"] - 1)
     answer["decode_bytes_per_token"] = (end.bytes_read - after_prompt.bytes_read) / steps
+    expert_nbytes = getattr(loaded.open(), "expert_nbytes", 0)
+    answer["decode_bytes_in_vain"] = (end.unwanted - after_prompt.unwanted) * expert_nbytes / steps
     hits, misses = end.hits - after_prompt.hits, end.misses - after_prompt.misses
     answer["decode_hit_rate"] = hits / max(1, hits + misses)
     print(json.dumps(answer))
@@ -156,7 +158,8 @@ def measure(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) 
     if mode == "cold":
         rates.append(disk_rate(arguments))
         row["disk_bytes_per_second"] = sum(rates) / len(rates)
-        missed, speed = row["decode_bytes_per_token"], row["tokens_per_second"]
+        missed = row["decode_bytes_per_token"] - row["decode_bytes_in_vain"]
+        speed = row["tokens_per_second"]
         row["of_ceiling"] = speed * missed / row["disk_bytes_per_second"] if missed and speed else None
     return row
 

@@ -71,6 +71,9 @@ class Decoder {
   // experts whose entry is not zero are chosen from.
   const std::vector<int32_t>& route(int layer, const uint8_t* allowed = nullptr);
   const std::vector<int32_t>& counts() const { return counts_; }
+  // What a later layer's router would choose of what is known now, the likeliest first: a guess, which changes nothing. For one
+  // token, between route and combine. Fills ids [num_chosen].
+  void foretell(int layer, int32_t* ids);
   // Computes `num` routed experts, whose packed codes lie at codes[3 * i + {0, 1, 2}] (gate, up, down). Throws
   // std::invalid_argument when a chunk's experts do not come in ascending order.
   void experts(int layer, const int32_t* ids, const uint64_t* codes, int num);
@@ -107,7 +110,7 @@ class Decoder {
   int most_tokens_;  // that share a walk over the cache
   size_t packed_;   // floats of one query row, packed
 
-  Buffer<float> h_, x_, q_, k_, v_, attended_, probabilities_, outputs_, gate_, up_, rope_;
+  Buffer<float> h_, x_, q_, k_, v_, attended_, probabilities_, foretold_, outputs_, gate_, up_, rope_;
   Buffer<int8_t> planes_, attended_planes_, pair_planes_, dense_planes_;
   std::vector<int32_t> groups_;
   std::vector<Fixed> fixed_, attended_fixed_, pair_fixed_;

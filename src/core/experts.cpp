@@ -1,6 +1,7 @@
 // The expert half of a layer: routing, the chosen experts over their tokens, and the weighted sum in its one order.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "decoder.h"
@@ -70,6 +71,25 @@ const std::vector<int32_t>& Decoder::route(int layer, const uint8_t* allowed) {
   last_expert_ = -1;
   if (T_ > 1) std::fill(x_.begin(), x_.begin() + static_cast<std::ptrdiff_t>(T * D), 0.0f);  // from here on the weighted sums
   return ids_;
+}
+
+void Decoder::foretell(int layer, int32_t* ids) {
+  const auto& c = config_;
+  const LayerWeights& w = layers[static_cast<size_t>(layer)];
+  const size_t D = static_cast<size_t>(c.hidden_size), E = static_cast<size_t>(c.num_experts);
+  if (foretold_.size() < D + E) foretold_.resize(D + E);
+  const float* x = foretold_.data();
+  float* y = foretold_.data() + D;
+  kernels_->rmsnorm(h_.data(), w.post_norm, D, c.rms_norm_eps, foretold_.data());
+  pool_.run(ceil_div(c.num_experts, 32), [&](int item, int) {
+    const size_t row = static_cast<size_t>(item) * 32;
+    kernels_->router(w.router, D, row, std::min(E, row + 32), &x, 1, &y);
+  });
+  for (int i = 0; i < c.num_chosen; ++i) {
+    const size_t best = static_cast<size_t>(std::max_element(y, y + E) - y);
+    ids[i] = static_cast<int32_t>(best);
+    y[best] = -std::numeric_limits<float>::infinity();
+  }
 }
 
 void Decoder::experts(int layer, const int32_t* ids, const uint64_t* codes, int num) {

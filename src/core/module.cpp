@@ -287,6 +287,8 @@ NB_MODULE(_core, m) {
              return static_cast<int>(found.size());
            },
            NoGil(), "layer"_a, "ids"_a, "counts"_a, "allowed"_a = nb::none())
+      .def("foretell", [](Decoder& self, int layer, Array<int32_t, 1> ids) { self.foretell(layer, ids.data()); }, NoGil(),
+           "layer"_a, "ids"_a)  // ids [num_chosen] are filled
       .def("experts",
            [](Decoder& self, int layer, Array<const int32_t, 1> ids, Array<const uint64_t, 2> codes) {
              self.experts(layer, ids.data(), codes.data(), static_cast<int>(ids.shape(0)));

@@ -22,6 +22,7 @@ class Counters:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    unwanted: int = 0  # experts read ahead that their layer did not ask for
 
 
 class State(Protocol):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.residency.experts import ExpertTable
-from spile.residency.slots import Batch
+from spile.residency.slots import Batch, Foretell
 
 _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
 _PIECE_NBYTES = 4 << 20
@@ -34,7 +34,7 @@ class MappedExperts:
         self._num_experts = table.num_experts
         self._addresses = np.zeros((num_keys, 3), np.uint64)
         self._touch = touch
-        self.hits = self.misses = self.evictions = 0
+        self.hits = self.misses = self.evictions = self.unwanted = 0
         self.num_resident = 0
         self._part_nbytes = [0, 0, 0]
         for layer in range(table.num_layers):
@@ -51,7 +51,13 @@ class MappedExperts:
                 )
 
     def fetch(
-        self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32], *, in_order: bool
+        self,
+        layer: int,
+        ids: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        *,
+        in_order: bool,
+        foretell: Foretell | None = None,
     ) -> Generator[Batch, None, None]:
         """Yield all of `ids` at once, in their ascending order."""
         self.hits += len(ids)

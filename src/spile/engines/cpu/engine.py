@@ -32,7 +32,7 @@ from spile.residency.mapped import MappedExperts, Touch
 from spile.residency.plan import make_plan
 from spile.residency.policy import Policy
 from spile.residency.selection import Selection
-from spile.residency.slots import Slots
+from spile.residency.slots import Foretell, Slots
 from spile.residency.store import ShardWatch, Store
 from spile.sizes import format_size
 
@@ -106,14 +106,15 @@ class CpuEngine:
         except BaseException:
             self.close()
             raise
-        self._expert_nbytes = table.expert_nbytes
+        self.expert_nbytes = table.expert_nbytes
         self._ids = np.empty(config.num_experts, np.int32)
         self._counts = np.empty(config.num_experts, np.int32)
+        self._foretold = np.empty(config.num_experts_per_tok, np.int32)
         self._logits = np.empty((1, config.vocab_size), np.float32)
 
     @property
     def resident_expert_bytes(self) -> int:
-        return self.experts.num_resident * self._expert_nbytes
+        return self.experts.num_resident * self.expert_nbytes
 
     @property
     def kv_room_nbytes(self) -> int:
@@ -211,7 +212,7 @@ class CpuEngine:
         if self._touch is not None:
             stall += self._touch.stall_seconds
         pool = self.experts
-        return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions)
+        return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions, pool.unwanted)
 
     def resize(self, memory_bytes: int) -> None:
         plan = self.plan
@@ -345,13 +346,29 @@ class CpuEngine:
                     selection.choose(layer, ids[:num], counts[:num])
                 if T == 1 and self.on_decode_route is not None:
                     self.on_decode_route(ids[:num].copy())
-                batches = self.experts.fetch(layer, ids[:num], counts[:num], in_order=T > 1)
+                foretell = self._foretell(layer + 1) if T == 1 and selection is None else None
+                batches = self.experts.fetch(
+                    layer, ids[:num], counts[:num], in_order=T > 1, foretell=foretell
+                )
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
                     for some_ids, places in batches:
                         decoder.experts(layer, some_ids, places)
                 decoder.combine()
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
+
+    def _foretell(self, layer: int) -> Foretell | None:
+        """Return what guesses a layer's experts, where reading some before it asks may pay: from the disk."""
+        if self._store is None or not self._store.is_direct:
+            return None
+        if layer == self._config.num_hidden_layers or not self._config.is_moe(layer):
+            return None
+
+        def foretell() -> tuple[int, NDArray[np.int32]]:
+            self._decoder.foretell(layer, self._foretold)
+            return layer, self._foretold
+
+        return foretell
 
     def _open_head(self, model: MapleModel, store: Store | None) -> Head | ClusteredHead:
         num_rows = self.plan.num_head_rows

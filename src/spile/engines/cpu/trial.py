@@ -229,7 +229,14 @@ class Trial:
 
     def _filled_pool(self, table: ExpertTable, store: Store) -> PoolFetch:
         """Make a pool whose memory was touched."""
-        fetch = PoolFetch(table, store, self._token_layers, self._num_slots())
+        foretold = np.empty(self._config.num_experts_per_tok, np.int32)
+        fetch = PoolFetch(
+            table,
+            store,
+            self._token_layers,
+            self._num_slots(),
+            lambda layer: self._decoder.foretell(layer, foretold),
+        )
         for index in range(-4, 0):
             self._token(index, fetch)
         return fetch
