@@ -58,9 +58,9 @@ def disjoint_prompts(model: spile.Model, sampler: Sampler) -> dict[str, Any]:
     asked: list[set[tuple[int, int]]] = []
     fetch = engine.experts.fetch
 
-    def record(layer: int, ids: Any, counts: Any, *, in_order: bool) -> Any:
+    def record(layer: int, ids: Any, counts: Any, **how: Any) -> Any:
         asked[-1].update((layer, int(expert)) for expert in ids)
-        return fetch(layer, ids, counts, in_order=in_order)
+        return fetch(layer, ids, counts, **how)
 
     engine.experts.fetch = record  # type: ignore[method-assign]
     answers = []

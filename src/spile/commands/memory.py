@@ -73,7 +73,7 @@ def plan(
         Path | None,
         option("--trace", metavar="FILE", help="Hit rates from a trace of `bench trace`.", panel=MACHINE),
     ] = None,
-    probe: Annotated[bool, option("--probe/--no-probe", help="Measure this machine for a second.")] = True,
+    probe: Annotated[bool, option("--probe/--no-probe", help="Measure this machine for seconds.")] = True,
     offline: Offline = False,
     json: Json = False,
     debug: Debug = False,

@@ -1,4 +1,4 @@
-"""Turns about a second of this machine into the times that a forecast is made of: the engine's own steps, tried on
+"""Turns a few seconds of this machine into the times that a forecast is made of: the engine's own steps, tried on
 made-up weights of a model's shapes, and its reads of the model's files or of any large file.
 
 It does not know budgets or plans, and reads no weights but experts' bytes, which it forgets. A token is tried in five
@@ -28,7 +28,7 @@ from spile.residency.kv import KvFormat
 from spile.residency.store import PAGE_NBYTES, private_memory
 
 _TEMPORARY_NBYTES = 1 << 26  # to copy from, where no file is here
-_FRESH_NBYTES, _FRESH_SECONDS = 1 << 28, 0.2
+_FRESH_NBYTES, _FRESH_SECONDS = 1 << 31, 0.25
 
 
 class FileTable(ExpertTable):
@@ -66,12 +66,13 @@ def probe_machine(
     fresh_nbytes: int = 0,
     between: Callable[[], None] = lambda: None,
 ) -> Probe:
-    """Measure for one to two seconds. Takes some 150 MB while it does, and touches disk: some 800 MB are read.
+    """Measure for some four seconds. Takes 150 MB while it does, or `fresh_nbytes` where those are more, and touches
+    disk: some 1.5 GB are read.
 
     `files` are the shards that `table` points into or, where not `are_weights`, any large file; without one, or where
     it cannot be read directly, the disk is unknown. `chunks` are the prefill chunks to try; `cached` says whether to
-    try the page cache, `touched` whether mapped files; up to `fresh_nbytes` are taken from the system to see how fast
-    it gives them. `between` is called between two tokens and not counted: what else a token loop does.
+    try the page cache, `touched` whether mapped files; of `fresh_nbytes` some are taken from the system to see how
+    fast it gives them. `between` is called between two tokens and not counted: what else a token loop does.
     """
     trial = Trial(
         config,
@@ -172,8 +173,8 @@ def _temporary_file() -> Iterator[Path]:
 
 
 def _fresh_rate(nbytes: int) -> float:
-    """Bytes a second of memory that nobody had lately. What was free just before comes first and is fast, so that the
-    second half counts.
+    """Bytes a second at which the system gives so much memory. What was free just before comes first and may be fast;
+    what there is no time to take comes as fast as the later half of what was taken.
     """
     piece_nbytes = 1 << 24
     if nbytes < 4 * piece_nbytes:
@@ -184,5 +185,6 @@ def _fresh_rate(nbytes: int) -> float:
         first = (len(times) - 1) * piece_nbytes
         memory[first : first + piece_nbytes : PAGE_NBYTES] = 0
         times.append(time.perf_counter())
-    half = len(times) // 2
-    return (len(times) - 1 - half) * piece_nbytes / max(1e-9, times[-1] - times[half])
+    count, half = len(times) - 1, len(times) // 2
+    late_rate = (count - half) * piece_nbytes / max(1e-9, times[-1] - times[half])
+    return nbytes / (times[-1] - times[0] + (nbytes - count * piece_nbytes) / late_rate)

@@ -163,11 +163,12 @@ def stream_rate(table: ExpertTable, store: Store) -> float:
     at = buffer.ctypes.data + np.arange(_IN_FLIGHT) * sum(rooms)
     starts = (at[:, None] + np.cumsum([0, *rooms[:-1]])).tolist()
     tickets: list[int] = []
-    turn, nbytes, started = 0, 0, time.perf_counter()
-    while time.perf_counter() - started < _STREAM_SECONDS:
+    turn, nbytes, begun, started = 0, 0, time.perf_counter(), 0.0
+    while not nbytes or time.perf_counter() - begun < _STREAM_SECONDS:
         if len(tickets) == _IN_FLIGHT:
             store.wait(tickets.pop(0))
-            nbytes += table.expert_nbytes
+            nbytes += table.expert_nbytes if started else 0
+            started = started or time.perf_counter()  # from the first on, as many are in flight at the end
         extents = table.extents(int(rng.choice(layers)), int(rng.integers(table.num_experts)))
         tickets.append(store.submit(extents, starts[turn % _IN_FLIGHT]))
         turn += 1
