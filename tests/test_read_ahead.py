@@ -44,6 +44,13 @@ def test_what_was_guessed_right_is_read_once_and_counts_as_a_miss() -> None:
     assert (pool.slots.hits, pool.slots.misses, pool.slots.unwanted) == (0, 5, 0)
 
 
+def test_expert_that_is_guessed_twice_takes_one_slot() -> None:
+    pool = Pool(16)
+    pool.run(0, [0, 1], guess=[3, 3, 3, 3])
+    assert pool.store.num_submitted == 3
+    pool.run(1, [3])
+
+
 def test_wrong_guess_stays_in_the_pool_and_is_counted() -> None:
     pool = Pool(16)
     pool.run(0, [0, 1], guess=[7])

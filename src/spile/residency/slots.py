@@ -309,7 +309,9 @@ class Slots:
         ids = ids[: -(-3 * len(ids) // 4)]
         missing = ids[self._key_to_slot[layer * self._num_experts + ids.astype(np.int64)] == _FREE]
         strays = {(load.layer, load.expert) for load in self._strays}
-        wanted = deque(expert for expert in missing.tolist() if (layer, expert) not in strays)
+        # each once: values that are no numbers foretell nonsense
+        likely = dict.fromkeys(missing.tolist())
+        wanted = deque(expert for expert in likely if (layer, expert) not in strays)
         begun = deque[_Load]()
         self._start_loads(layer, wanted, begun, room)
         self._ahead = list(begun)
