@@ -328,7 +328,7 @@ def _default_configurations(
         smallest, *larger = (Configuration(slots=n) for n in _pool_sizes(num_experts, num_chosen))
     rows += [smallest, *larger]
     rows.append(replace(smallest, io="buffered", threads=1, prefill_chunk=7))
-    rows.append(replace(smallest, io="direct", prefill_chunk=3))
+    rows.append(replace(smallest, io="direct", prefill_chunk=1))  # token by token, so that it reads ahead
     rows += [replace(smallest, isa=isa) for isa in _other_isas() if isa != "scalar" or small]
     return rows
 
