@@ -53,7 +53,9 @@ class FakeStore:
         self.pending: dict[int, tuple[Sequence[Extent], Sequence[int]]] = {}
         self.failing: set[Extent] = set()
         self.failed: set[int] = set()
-        self.num_submitted = 0
+        self.waited_for: set[int] = set()  # tickets that somebody may wait for
+        self.num_submitted = self.num_drains = 0
+        self.is_drain_interrupted = False
 
     def _submit(self, extents: Sequence[Extent], addresses: Sequence[int]) -> int:
         self.num_submitted += 1
@@ -64,6 +66,7 @@ class FakeStore:
         if self.rng.random() < 0.2 and not self.failing.intersection(extents):  # in the page cache
             self._end(self.num_submitted)
             return ENDED
+        self.waited_for.add(self.num_submitted)
         return self.num_submitted
 
     def submit_groups(self, shards: Any, offsets: Any, nbytes: Any, addresses: Any) -> list[int]:
@@ -76,14 +79,25 @@ class FakeStore:
         return ticket not in self.pending
 
     def wait(self, ticket: int) -> None:
+        if ticket == ENDED:
+            return
+        self.waited_for.remove(ticket)  # once, and not after a drain
         self._end(ticket)
         if ticket in self.failed:
             self.failed.remove(ticket)
             raise ReadError("this read was to fail")
 
     def drain(self) -> None:
+        self.num_drains += 1
         for ticket in list(self.pending):
-            self._end(ticket)
+            if self.rng.random() < 0.5:
+                self._end(ticket)
+            else:  # it had not begun
+                del self.pending[ticket]
+        if self.is_drain_interrupted:
+            self.is_drain_interrupted = False
+            raise KeyboardInterrupt
+        self.waited_for.clear()
         self.failed.clear()
 
     def end_some(self) -> None:

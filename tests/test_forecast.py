@@ -178,6 +178,35 @@ def test_outlook_of_a_pool_that_was_asked_for_maps_nothing(model: MapleModel) ->
     assert not any(row.plan.is_mapped for row in outlook.rows)
 
 
+def test_outlook_of_mapped_files_begins_where_all_is_mapped(model: MapleModel) -> None:
+    memory = MemoryNow(60_000_000, 20_000_000_000, None)
+    outlook = look_at_budgets(model, EngineOptions(io="mapped"), memory, PROBE)
+    assert all(row.plan.is_mapped for row in outlook.rows)
+    assert outlook.smallest.budget_nbytes == outlook.mapped_nbytes
+
+
+def test_smallest_budget_of_a_flash_moe_is_a_pools(model: MapleModel) -> None:
+    memory = MemoryNow(60_000_000, 20_000_000_000, None)
+    plain, flash = (
+        look_at_budgets(model, EngineOptions(flash_moe=flash), memory, None) for flash in (False, True)
+    )
+    assert flash.smallest.budget_nbytes == plain.smallest.budget_nbytes
+
+
+def test_model_without_experts_has_a_forecast_and_no_way_to_read_them(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    dense = open_maple(open_checkpoint(tiny_checkpoint(first_k_dense_replace=4)))
+    config, table = dense.config, ExpertTable(dense)
+    assert config.num_moe_layers == 0
+    kv = kv_format(config, EngineOptions())
+    probe = probe_machine(config, table, list(dense.checkpoint.shards), threads=1, chunks=[16], kv=kv)
+    plan = make_plan(dense, table, EngineOptions())
+    assert (forecast(dense, plan, probe).decode_warm or 0) > 0
+    with pytest.raises(OptionError, match="no experts to read"):
+        make_plan(dense, table, EngineOptions(io="direct"))
+
+
 def test_probe_measures_something(model: MapleModel) -> None:
     config, table = model.config, ExpertTable(model)
     kv = kv_format(config, EngineOptions())

@@ -107,6 +107,61 @@ def test_pool_may_change_its_size_with_reads_in_flight(change: str) -> None:
     pool.run(1, [2, 3, 4])
 
 
+@pytest.mark.parametrize("change", ["lend", "resize"])
+def test_change_that_is_broken_off_while_reads_are_dropped_admits_nothing(change: str) -> None:
+    for seed in range(20):
+        pool = Pool(16, seed)
+        pool.run(0, [0, 1], guess=[2, 3, 4, 5])
+        pool.store.is_drain_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            pool.slots.lend(pool.slots.slot_nbytes) if change == "lend" else pool.slots.resize(12)
+        pool.run(1, [2, 3, 4], guess=[1])
+        pool.run(2, [1, 2])
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_reads_that_somebody_else_dropped_are_made_again(in_order: bool) -> None:
+    for seed in range(20):
+        pool = Pool(16, seed)
+        pool.run(0, [0, 1], guess=[2, 3, 4, 5])
+        pool.store.drain()  # as a streamed head does after an error
+        pool.run(1, [2, 3, 4], in_order)
+
+
+def test_interrupt_at_any_line_of_a_change_of_size_breaks_nothing() -> None:
+    for change in ("grow", "shrink", "lend"):
+        interrupted, n, before = True, 0, sys.gettrace()
+        while interrupted:
+            n += 1
+            pool = Pool(9, seed=n)
+            pool.run(0, [1, 5])
+            pool.run(1, [0, 1, 2, 3], guess=[4, 6])
+            interrupted = False
+            sys.settrace(Interrupt(n))
+            try:
+                if change == "lend":
+                    pool.slots.lend(3 * pool.slots.slot_nbytes)
+                else:
+                    pool.slots.resize(14 if change == "grow" else 5)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.settrace(before)
+            pool.run(0, [0, 1, 2, 3, 5])
+            pool.slots.resize(11)
+            pool.run(1, range(8))
+            pool.check_idle()
+        assert n > 20
+
+
+def test_pinned_experts_leave_their_layer_the_slots_that_it_needs() -> None:
+    pool = Pool(8, seed=3)
+    for layer in range(2):
+        pool.slots.pin(layer, np.arange(3, dtype=np.int32))
+    for step in range(60):
+        pool.run(2 + step % 2, [step % 8, (step + 3) % 8], guess=[(step + 1) % 8, (step + 5) % 8])
+
+
 def _one_token(pool: Pool, wanted: Sequence[Sequence[int]]) -> None:
     for layer, experts in enumerate(wanted):
         guess = None if layer == len(wanted) - 1 else [*wanted[layer + 1][1:], 7]
@@ -166,6 +221,22 @@ def test_router_foretells_its_own_choice_of_the_same_values(tiny_checkpoint: Cal
         engine._decoder = Asked(engine._decoder)
         rows = [engine.decode(state, token_id).copy() for token_id in (1, 2, 3)]
         assert np.array_equal(np.stack(rows), alone)  # and it changed nothing
+
+
+def test_router_foretells_different_experts_of_what_is_no_number(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    with spile.load(tiny_checkpoint(), engine="cpu", memory="1GB") as model:
+        engine: Any = model.open()
+        config, decoder = engine._config, engine._decoder
+        codes = np.zeros((1, config.hidden_size // 2), np.uint8)
+        scales = np.full((1, config.hidden_size // 64), 0x7FC0, np.uint16)  # BF16's "not a number"
+        decoder.begin(codes.ctypes.data, scales.ctypes.data, scales.ctypes.data, np.zeros(1, np.int64))
+        decoder.attend(engine.new_state().cache, 0)
+        foretold = np.full(config.num_experts_per_tok, -1, np.int32)
+        decoder.foretell(1, foretold)
+        assert len(set(foretold.tolist())) == len(foretold)
+        assert min(foretold) >= 0
 
 
 def test_answer_from_the_disk_is_read_ahead_and_the_same(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -1,7 +1,6 @@
 // The expert half of a layer: routing, the chosen experts over their tokens, and the weighted sum in its one order.
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 #include "decoder.h"
@@ -85,10 +84,13 @@ void Decoder::foretell(int layer, int32_t* ids) {
     const size_t row = static_cast<size_t>(item) * 32;
     kernels_->router(w.router, D, row, std::min(E, row + 32), &x, 1, &y);
   });
-  for (int i = 0; i < c.num_chosen; ++i) {
-    const size_t best = static_cast<size_t>(std::max_element(y, y + E) - y);
+  std::vector<uint8_t> taken(E, 0);
+  for (int i = 0; i < c.num_chosen; ++i) {  // different ones, also where no value is a number
+    size_t best = E;
+    for (size_t e = 0; e < E; ++e)
+      if (!taken[e] && (best == E || y[e] > y[best])) best = e;
+    taken[best] = 1;
     ids[i] = static_cast<int32_t>(best);
-    y[best] = -std::numeric_limits<float>::infinity();
   }
 }
 

@@ -151,7 +151,7 @@ def _expected_lines(made: Plan, expected: Forecast) -> list[str]:
             f"(first token of {_PROMPT_TOKENS} after {first:.1f} s)"
         )
     if "warm" in unknown and made.is_direct:
-        lines.append("every run is a cold one: there is no memory to keep files warm in")
+        lines.append("every run is a cold one: reads go past the page cache")
         unknown.remove("warm")
     if unknown:
         lines.append(f"expected {' and '.join(unknown)}: unknown, no file to try is here")

@@ -61,8 +61,12 @@ def look_at_budgets(
         share = 1.0 if made.is_mapped else made.num_slots / max(1, model.config.num_routed_experts)
         return Row(budget, made, routing.hit_rate(share) if share < 1 else 1.0, expected)
 
-    least = smallest_budget(model, table, options, memory)
-    mapped = max(least, mapped_budget(model, table, options, memory))
+    mapped = mapped_budget(model, table, options, memory)
+    least = mapped
+    if options.io != "mapped":
+        any_budget = replace(options, memory_bytes=options.memory_bytes or 1)  # which --flash-moe depends on
+        least = smallest_budget(model, table, any_budget, memory)
+    mapped = max(least, mapped)
     most = mapped
     if memory.limit_nbytes is not None:  # a control group allows no more
         most = min(mapped, memory.process_nbytes + memory.available_nbytes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 from spile.architectures.maple import MapleModel
 from spile.engines import EngineOptions
-from spile.errors import BudgetError, ReadError
+from spile.errors import BudgetError, OptionError, ReadError
 from spile.machine import available_memory_bytes, memory_limit_bytes
 from spile.memory import current_memory_bytes
 from spile.residency.experts import ExpertTable
@@ -102,6 +102,7 @@ def make_plan(
 
     Raises:
         BudgetError: the smallest plan does not fit; the message holds the smallest budget that does.
+        OptionError: a way of reading for experts that the model does not have.
         ReadError: a shard is gone.
     """
     memory = memory or memory_now()
@@ -110,7 +111,9 @@ def make_plan(
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
     total = _shard_nbytes(model)
     num_experts = model.config.num_routed_experts
-    if options.may_map or (options.io in ("auto", "mapped") and not num_experts):
+    if not num_experts and options.io in ("buffered", "direct"):
+        raise OptionError(f"io is {options.io!r}: this model has no experts to read, all of it stays mapped")
+    if options.may_map or not num_experts:
         plan = _mapped_plan(model, options, process, total, num_experts * table.expert_nbytes)
         if plan.parts.total <= room or not num_experts:
             return plan

@@ -76,7 +76,8 @@ class Slots:
         self._is_pinned = np.zeros(0, bool)  # in use for good
         self._free: list[int] = []
         self._limit = 0  # slots from this one on are not to be used
-        self._fetch: object | None = None  # the one that has begun and has not ended well
+        self._change: object | None = None  # a fetch or another change that has begun and has not ended well
+        self._num_drains = 0  # of the store, that the loads below have survived
         self._ahead: list[_Load] = []  # begun for the next layer, which has not asked yet
         self._strays: list[
             _Load
@@ -113,14 +114,14 @@ class Slots:
 
         Raises: ReadError; nothing that failed is resident then, and what was in flight has ended.
         """
-        if self._fetch is not None:
+        if self._is_broken:
             self._recover()
-        self._fetch = mine = object()
+        self._change = mine = object()
         try:
             yield from self._batches(layer, ids, counts, in_order, foretell)
-            self._fetch = None
+            self._change = None
         finally:
-            if self._fetch is mine:  # not where a later fetch has begun before this one was collected
+            if self._change is mine:  # not where a later fetch has begun before this one was collected
                 self._recover()
 
     def _batches(
@@ -241,14 +242,19 @@ class Slots:
         if missing > 0:
             segment = private_memory(missing * self.slot_nbytes)
             first = np.frombuffer(segment, np.uint8).ctypes.data
-            self._segments.append(segment)
-            self._starts = np.append(self._starts, first + np.arange(missing) * self.slot_nbytes)
-            self._slot_to_key = np.append(self._slot_to_key, np.full(missing, _FREE))
-            self._in_use = np.append(self._in_use, np.zeros(missing, bool))
-            self._is_pinned = np.append(self._is_pinned, np.zeros(missing, bool))
+            grown = (
+                [*self._segments, segment],
+                np.append(self._starts, first + np.arange(missing) * self.slot_nbytes),
+                np.append(self._slot_to_key, np.full(missing, _FREE)),
+                np.append(self._in_use, np.zeros(missing, bool)),
+                np.append(self._is_pinned, np.zeros(missing, bool)),
+            )
+            # together, as a Ctrl-C may come between two statements
+            self._segments, self._starts, self._slot_to_key, self._in_use, self._is_pinned = grown
         self._give_back(num_slots)
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if self._slot_to_key[slot] == _FREE]
         self._limit = num_slots
+        self._change = None
 
     def lend(self, nbytes: int) -> None:
         """Give up experts worth `nbytes`, pinned ones excepted, and hand their memory back to the system until
@@ -258,11 +264,20 @@ class Slots:
         num_slots = -(-nbytes // self.slot_nbytes)
         self._give_back(max(int(self._is_pinned.sum()), self._limit - num_slots))
         self._free.sort(reverse=True)  # fill the slots that still have memory first
+        self._change = None
 
     def _end_all(self) -> None:
-        """End what is in flight between tokens; what it brought is dropped."""
-        if self._fetch is not None or self._ahead or self._strays:
+        """End what is in flight between tokens, whose bytes are dropped, and begin a change."""
+        if self._is_broken or self._ahead or self._strays:
+            self._change = self._change or object()  # a Ctrl-C may come while the store drops them
             self._recover()
+        self._change = object()
+
+    @property
+    def _is_broken(self) -> bool:
+        """Whether a change was broken off, or somebody else dropped what the pool has in flight."""
+        has_loads = bool(self._ahead or self._strays)
+        return self._change is not None or (has_loads and self._num_drains != self._store.num_drains)
 
     def _give_back(self, first: int) -> None:
         """Give up what slots from `first` on hold, and their memory."""
@@ -303,7 +318,7 @@ class Slots:
 
     def _read_ahead(self, layer: int, ids: NDArray[np.int32]) -> None:
         """Start reading what the next layer may want and is not there, behind what this one waits for."""
-        room = min(_MOST_AHEAD, self._limit // 4) - len(self._strays)
+        room = min(_MOST_AHEAD, (self._limit - int(self._is_pinned.sum())) // 4) - len(self._strays)
         if room <= 0:
             return
         ids = ids[: -(-3 * len(ids) // 4)]
@@ -313,6 +328,7 @@ class Slots:
         likely = dict.fromkeys(missing.tolist())
         wanted = deque(expert for expert in likely if (layer, expert) not in strays)
         begun = deque[_Load]()
+        self._num_drains = self._store.num_drains
         self._start_loads(layer, wanted, begun, room)
         self._ahead = list(begun)
 
@@ -362,7 +378,7 @@ class Slots:
         self._key_to_slot[:] = _FREE
         self._key_to_slot[self._slot_to_key[resident]] = resident
         self._free = [int(s) for s in np.flatnonzero(self._slot_to_key[: self._limit] == _FREE)[::-1]]
-        self._fetch = None
+        self._change = None
 
     def _admit(self, loads: Sequence[_Load]) -> None:
         """Make experts resident whose bytes are there."""

@@ -46,6 +46,7 @@ class Store:
         self._extents: dict[int, Sequence[Extent]] = {}  # of each ticket in flight, for its error message
         self.note: str | None = None
         self.stall_seconds = 0.0
+        self.num_drains = 0  # how often all tickets were forgotten
         self.is_direct = direct
         # Reads requests [n, 5] that the page cache holds, marking them in done [n]; None: nobody does.
         self.read_cached: Callable[[NDArray[np.uint64], NDArray[np.uint8]], None] | None = None
@@ -188,6 +189,7 @@ class Store:
 
         Nothing is written to any buffer after that. What the buffers of forgotten tickets hold is unknown.
         """
+        self.num_drains += 1
         reader = self._open_reader()
         reader.cancel()
         reader.drain()

@@ -80,8 +80,8 @@ def probe_machine(
         threads,
         sorted(set(chunks)),
         kv,
-        files,
-        mapped=are_weights and cached and bool(files),
+        files if are_weights else [],
+        mapped=cached and are_weights and bool(files),
         between=between,
     )
     with contextlib.ExitStack() as cleanup:

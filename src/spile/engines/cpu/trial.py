@@ -353,7 +353,10 @@ class Trial:
         """Find experts to compute in place: of the mapped files, or else of memory."""
         table, rng = self._table, self._rng
         layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
-        if not layers:
+        if not layers:  # all layers are dense: what the trial's own would take
+            nbytes = self._config.hidden_size * self._config.moe_intermediate_size // 4
+            self._experts = self._weights.ternary(3 * nbytes)
+            self._places = (self._experts.ctypes.data + np.arange(3)[None, :] * nbytes).astype(np.uint64)
             return
         num = min(len(layers) * table.num_experts, max(1, _IN_PLACE_NBYTES // table.expert_nbytes))
         if not files:

@@ -52,7 +52,8 @@ class _LeastRecent(Policy):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._choices = 0
-        self._chosen = np.full(num_layers * num_experts + 1, NEVER)
+        self._chosen = np.zeros(num_layers * num_experts + 1)
+        self._chosen[-1] = NEVER  # no expert's
         super().__init__(num_layers, num_experts)
 
     def choose(self, keys: NDArray[np.int64], num_tokens: NDArray[np.int32]) -> None:

@@ -21,7 +21,7 @@ from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
 from spile.engines.mlx.plan import MlxPlan
 from spile.engines.mlx.state import CopyableMlxState, MlxState
-from spile.engines.mlx.streaming import Streaming
+from spile.engines.mlx.streaming import Streaming, check_io
 from spile.errors import ContextError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
@@ -275,8 +275,7 @@ def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
         raise OptionError(f"activation_bytes is {options.activation_bytes}: only a Maple has the choice")
     if not is_maple and options.flash_head:
         raise OptionError("flash_head is asked for: only a Maple has a clustered head")
-    if options.io not in ("auto", "buffered"):
-        raise OptionError(f"io is {options.io!r}: the mlx engine reads buffered", "Leave out --io.")
+    check_io(options)
 
 
 def use_clustered_head(model: Any, checkpoint: Checkpoint, vocab_size: int) -> str:

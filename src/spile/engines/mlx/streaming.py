@@ -48,8 +48,7 @@ class Streaming:
         """
         layers = find_experts(model, checkpoint)
         _check_dtypes(layers)
-        if layers:
-            options.check_experts(min(layer.num_experts for layer in layers), num_chosen or 1)
+        check_experts(layers, options, num_chosen)
         self._store: Store | None = None
         self._pool: Pool | None = None
         self._is_lent = False
@@ -185,15 +184,35 @@ def plan_checkpoint(
 ) -> MlxPlan:
     """Plan for a checkpoint of which only headers need be there. Cost: a second; no weight is read.
 
-    Raises: BudgetError, UnsupportedModelError, CheckpointError.
+    Raises: BudgetError, OptionError, UnsupportedModelError, CheckpointError.
     """
+    check_io(options)
     shards: list[dict[str, Any]] = [{} for _ in checkpoint.shards]
     for name, tensor in checkpoint.tensors.items():
         shards[tensor.shard][name] = mx.zeros(tensor.shape, dtype_of(tensor))
     model = load_lazily(checkpoint, shard_loader(shards))
     layers = find_experts(model, checkpoint)
+    check_experts(layers, options, num_chosen)
     replace_switches(model, layers)
     return make_plan(model, layers, options, config=checkpoint.config, longest=longest, num_chosen=num_chosen)
+
+
+def check_io(options: EngineOptions) -> None:
+    """Refuse ways of reading that this engine does not have.
+
+    Raises: OptionError.
+    """
+    if options.io not in ("auto", "buffered"):
+        raise OptionError(f"io is {options.io!r}: the mlx engine reads buffered", "Leave out --io.")
+
+
+def check_experts(layers: Sequence[ExpertLayer], options: EngineOptions, num_chosen: int) -> None:
+    """Check what was asked about experts against the layer that has the fewest.
+
+    Raises: OptionError.
+    """
+    if layers:
+        options.check_experts(min(layer.num_experts for layer in layers), num_chosen or 1)
 
 
 def _check_dtypes(layers: Sequence[ExpertLayer]) -> None:
