@@ -1,7 +1,7 @@
 """A full-size model and a list of budgets -> speed and memory of an answer at each, as a table and JSON.
 
     python tools/bench_budgets.py MODEL [--budgets 300MB,630MB,1GB,2GB,resident] [--modes cold,warm] [--tokens 64]
-        [--prompt-tokens 512] [--throttle 550MB]
+        [--prompt-tokens 512] [--context N] [--throttle 550MB]
 
 A budget is a size, "resident", or a number of slots a layer, as "8active" (`--active-experts 8`).
 
@@ -111,6 +111,7 @@ def argument_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--modes", default="cold,warm")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="about so many")
+    parser.add_argument("--context", type=int, help="for prompts longer than a budget's own context")
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the disk may read")
     parser.add_argument("--python", default=sys.executable)
     return parser
@@ -131,7 +132,7 @@ def prompt_of(model: str, num_tokens: int) -> str:
 
 def measure(arguments: argparse.Namespace, budget: str, mode: str, prompt: str) -> dict[str, Any]:
     """Run one answer; a run that fails is a row too."""
-    options = options_of(budget, mode)
+    options = options_of(budget, mode) | ({"context": arguments.context} if arguments.context else {})
     limit = options.get("memory")
     row: dict[str, Any] = {
         "budget": budget,

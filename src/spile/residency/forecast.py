@@ -252,12 +252,14 @@ class _Sum:
         return _PROMPT_TOKENS / (seconds + self._head(self._probe.cached_nbytes))
 
     def _prefill_cold(self) -> float | None:
-        """Experts are computed while others are read; nothing is read during attention."""
+        """Experts are computed while others are read; nothing is read during attention, and the threads that read into
+        fresh memory take it from the cores that compute.
+        """
         rate, loss = self._probe.disk_nbytes, self._probe.overlap_loss
         if rate is None:
             return None
         seconds = sum(
-            c.attend + max(c.experts + c.fresh, loss * max(c.experts, c.missing * self._expert_nbytes / rate))
+            c.attend + c.fresh + loss * max(c.experts, c.missing * self._expert_nbytes / rate)
             for c in self._chunks()
         )
         return _PROMPT_TOKENS / (seconds + self._head(rate))
