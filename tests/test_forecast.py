@@ -60,6 +60,11 @@ def test_token_takes_its_layers_its_misses_and_the_head(model: MapleModel) -> No
     assert expected.decode_warm == pytest.approx(1 / (L * (3e-3 + (1 - h) * 2e-3) + rest))
 
 
+def test_token_is_never_faster_than_its_bytes_come_from_the_disk(model: MapleModel) -> None:
+    expected = forecast(model, plan_of(model, 8), replace(PROBE, disk_nbytes=1000.0))
+    assert expected.decode_cold == pytest.approx(1000 / expected.bytes_per_token)
+
+
 def test_few_reads_at_a_time_take_more_than_their_part(model: MapleModel) -> None:
     plan = plan_of(model, 8)
     even, slow_start = (

@@ -187,7 +187,9 @@ class _Sum:
                 self._prefill_warm(),
             )
         if probe.disk_seconds is not None:
-            cold = 1 / self._decode(probe.disk_seconds, probe.disk_nbytes, probe.half_disk_seconds)
+            tried = self._decode(probe.disk_seconds, probe.disk_nbytes, probe.half_disk_seconds)
+            # a trial is short: a disk that pays back its idle time may look faster in it than it is
+            cold = 1 / max(tried, missed / (probe.disk_nbytes or float("inf")))
             prefill_cold = self._prefill_cold()
         return Forecast(self._hit_rate, missed, warm, cold, prefill_warm, prefill_cold)
 
