@@ -183,9 +183,9 @@ class Slots:
         hits.clear()
         if not experts:
             assert loading, "some slot is free, or could be"
-            experts.append(self._finish_load(layer, loading))
+            experts.append(self._finish_load(loading))
         while loading and self._store.is_done(loading[0].ticket):
-            experts.append(self._finish_load(layer, loading))
+            experts.append(self._finish_load(loading))
         return experts
 
     def _next_in_order(
@@ -201,7 +201,7 @@ class Slots:
             if hits and (not loading or hits[0] < loading[0].expert) and (not misses or hits[0] < misses[0]):
                 experts.append(hits.popleft())
             elif loading and (not experts or self._store.is_done(loading[0].ticket)):
-                experts.append(self._finish_load(layer, loading))
+                experts.append(self._finish_load(loading))
             else:
                 break
         if not experts:
@@ -361,7 +361,7 @@ class Slots:
             self._admit([load])
         self._in_use[load.slot] = self._is_pinned[load.slot]
 
-    def _finish_load(self, layer: int, loading: deque[_Load]) -> int:
+    def _finish_load(self, loading: deque[_Load]) -> int:
         """Wait for the first load in flight; return its expert, resident now."""
         load = loading[0]
         self._store.wait(load.ticket)

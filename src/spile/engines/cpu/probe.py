@@ -62,7 +62,6 @@ def probe_machine(
     kv: KvFormat,
     are_weights: bool = True,
     cached: bool = True,
-    touched: bool = True,
     fresh_nbytes: int = 0,
     between: Callable[[], None] = lambda: None,
 ) -> Probe:
@@ -71,7 +70,7 @@ def probe_machine(
 
     `files` are the shards that `table` points into or, where not `are_weights`, any large file; without one, or where
     it cannot be read directly, the disk is unknown. `chunks` are the prefill chunks to try; `cached` says whether to
-    try the page cache, `touched` whether mapped files; of `fresh_nbytes` some are taken from the system to see how
+    try the page cache; of `fresh_nbytes` some are taken from the system to see how
     fast it gives them. `between` is called between two tokens and not counted: what else a token loop does.
     """
     trial = Trial(
@@ -94,8 +93,7 @@ def probe_machine(
             with contextlib.suppress(SpileError, OSError):
                 probe = _from_disk(probe, trial, _table_of(table, files, are_weights), files)
             with contextlib.suppress(SpileError, OSError):
-                if touched:
-                    probe = replace(probe, touched_nbytes=touch_rate(files[0]))
+                probe = replace(probe, touched_nbytes=touch_rate(files[0]))
         if cached:
             with contextlib.suppress(SpileError, OSError):
                 if not files:

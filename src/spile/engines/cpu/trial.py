@@ -196,10 +196,7 @@ class Trial:
             if not store.is_direct:
                 raise SpileError("direct reads are refused")
             fetch = self._filled_pool(table, store)
-            tried: list[_Tried] = []
-            started = time.perf_counter()
-            while len(tried) < 2 or time.perf_counter() - started < _DISK_SECONDS:
-                tried.append(self._try(2 * len(tried), fetch))
+            tried = [self._try(2 * index, fetch) for index in _rounds(2, _DISK_SECONDS)]
             hit, half, missing = self._fitted(np.mean(np.array(tried), axis=0))
             rate = stream_rate(table, store)
             loss = self._loss(fetch, 2 * len(tried), rate)
@@ -300,19 +297,20 @@ class Trial:
         """Run one token through the layers and forget it; return its seconds."""
         decoder, ids, counts = self._decoder, self._ids, self._counts
         row = np.array([index % _ROWS], np.int64)
-        pooled = isinstance(fetch, PoolFetch)
-        if isinstance(fetch, PoolFetch):
-            fetch.begin(index)
+        pool = fetch if isinstance(fetch, PoolFetch) else None
+        if pool is not None:
+            pool.begin(index)
         self._between()
         asked = time.perf_counter()
         self._watch.check()
-        if isinstance(fetch, PoolFetch) and self._rows is not None:
-            self._rows.read()
-            fetch.step()
+        if pool is not None:
+            if self._rows is not None:
+                self._rows.read()
+            pool.step()
         first = self._first_layer
         self._first_layer = (first + self._token_layers) % self._config.num_hidden_layers
         attending, started = 0.0, time.perf_counter()
-        self._begin_seconds[pooled].append(started - asked)
+        self._begin_seconds[pool is not None].append(started - asked)
         decoder.begin(*self._embedding, row)
         for turn in range(self._token_layers):
             layer = (first + turn) % self._config.num_hidden_layers
