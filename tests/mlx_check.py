@@ -17,11 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_architectures import NoTinyConfig, Quantization, write_tiny
-from spile.engines import EngineOptions
 from spile.engines.mlx.adapter import load_lazily, make_cache
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import SpileError
 from spile.files.checkpoint import open_checkpoint
+from spile.options import EngineOptions
 
 VOCABULARY = 128
 IDS = np.random.default_rng(0).integers(0, VOCABULARY, 52).tolist()

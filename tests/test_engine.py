@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 import spile
 from spile import _core
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import BudgetError, ContextError, OptionError, ReadError
 from spile.files.checkpoint import open_checkpoint
 from spile.machine import physical_cores
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.memory import current_memory_bytes
+from spile.options import EngineOptions
 from spile.sizes import parse_size
 
 SHAPE = SynthShape(

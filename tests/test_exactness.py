@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from reference import Reference
 from spile import _core
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 
 WINDOW = 16
 NUM_TOKENS = 5 * WINDOW

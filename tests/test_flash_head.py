@@ -17,13 +17,14 @@ from reference import Reference
 from spile import _core
 from spile.architectures.flash_head import FlashHead, open_flash_head
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.engines.cpu import flash_head as gathering
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import FLASH_HEAD_NAME, INDEX_NAME, open_checkpoint
 from spile.files.writer import ShardWriter, Spec
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 from spile.residency import plan as planning
 from spile.residency import weights as counting
 

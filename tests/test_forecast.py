@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from spile.architectures.maple import MapleModel, open_maple
-from spile.engines import EngineOptions
 from spile.engines.cpu.probe import probe_machine
 from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
+from spile.options import EngineOptions
 from spile.residency.budgets import look_at_budgets
 from spile.residency.experts import ExpertTable
 from spile.residency.forecast import ChunkSeconds, Probe, Routing, forecast, routing_of

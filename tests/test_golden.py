@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 import spile
 from reference import Reference
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
 from spile.making.convert import convert_folder
+from spile.options import EngineOptions
 
 # Two bytes an activation are within 4e-3 of float64 on this model, and the golden logits are float32: 8e-3
 # leaves room for both. For scale: a window off by one, a missing clamp or full instead of half RoPE changes

@@ -12,10 +12,11 @@ import pytest
 import spile
 from fakes import FakeEngine
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.files.checkpoint import open_checkpoint
 from spile.generation.held import Held
+from spile.options import EngineOptions
 
 DEMO = Path(spile.__file__).parent / "demo" / "model"
 

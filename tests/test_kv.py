@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 import spile
 from spile.architectures.maple import MapleConfig, open_maple
-from spile.engines import EngineOptions
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import ContextError, OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.files.hub import DEMO_FOLDER
+from spile.options import EngineOptions
 from spile.residency.kv import KvFormat, group_size, kv_position_nbytes
 
 FORMATS = [(32, 32), (16, 16), (8, 8), (8, 4), (4, 4)]

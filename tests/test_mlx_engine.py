@@ -22,7 +22,7 @@ pytest.importorskip("mlx_lm", exc_type=ImportError)
 import spile
 from mlx_architectures import Quantization, write_tiny
 from spile.architectures.foreign import foreign_types, open_foreign
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.mlx import adapter
 from spile.engines.mlx.engine import MlxEngine
 from spile.errors import (
@@ -34,6 +34,7 @@ from spile.errors import (
     UnsupportedModelError,
 )
 from spile.files.checkpoint import open_checkpoint
+from spile.options import EngineOptions
 
 IDS = np.random.default_rng(5).integers(0, 128, 150).tolist()
 

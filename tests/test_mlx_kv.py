@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from mlx_architectures import Quantization, write_tiny
 from spile.architectures import open_model
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.mlx.adapter import load_lazily
 from spile.engines.mlx.cache import QuantizedCache, QuantizedRing
 from spile.engines.mlx.engine import MlxEngine
@@ -25,6 +25,7 @@ from spile.engines.mlx.streaming import plan_checkpoint
 from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 from spile.residency.kv import KvFormat
 
 SHAPE = SynthShape(num_hidden_layers=4, full_attention_interval=2, tokenizer_entries=0)  # window 16

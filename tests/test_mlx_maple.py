@@ -21,12 +21,13 @@ import spile
 import spile.mlx
 from reference import Reference
 from spile.architectures import open_model
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.engines.mlx.adapter import load_lazily, make_cache, switch_layers
 from spile.errors import SpileError, UnsupportedModelError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 
 # Measured 2.8e-5 with float32 activations; what the cpu engine is allowed, whose activations are 16-bit.
 TOLERANCE = 8e-3

@@ -16,7 +16,7 @@ import spile
 from mlx_architectures import Quantization, write_tiny
 from serving import running
 from spile.architectures import open_model
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.base import CopyableState
 from spile.engines.mlx.engine import MlxEngine
 from spile.errors import OptionError, PromptFileError
@@ -27,6 +27,7 @@ from spile.generation.options import Sampling
 from spile.generation.prompt_cache import PromptCache
 from spile.generation.prompt_folder import PromptFolder
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 
 CHUNK = 32
 DEMO = Path(spile.__file__).parent / "demo" / "model"

@@ -17,13 +17,13 @@ pytest.importorskip("mlx_lm", exc_type=ImportError)
 
 from mlx_architectures import Quantization, write_tiny
 from mlx_check import VOCABULARY, check, resident_logits, run, streamed_logits
-from spile.engines import EngineOptions
 from spile.engines.mlx.adapter import load_lazily
 from spile.engines.mlx.experts import find_experts
 from spile.engines.mlx.pool import Pool
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import CheckpointError, OptionError, ReadError, SpileError, UnsupportedModelError
 from spile.files.checkpoint import open_checkpoint
+from spile.options import EngineOptions
 from spile.residency.policy import Policy
 from spile.residency.store import Store
 

@@ -287,7 +287,7 @@ def test_public_names_are_what_all_says_and_cost_nothing_until_used() -> None:
 
 
 def test_defaults_of_load_are_those_of_the_engine() -> None:
-    from spile.engines import EngineOptions
+    from spile.options import EngineOptions
 
     defaults = {name: item.default for name, item in inspect.signature(spile.load).parameters.items()}
     options = EngineOptions()

@@ -17,8 +17,9 @@ import pytest
 import spile
 from native.dump import fnv1a, write_all
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
+from spile.options import EngineOptions
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("cmake", "g++", "aarch64-linux-gnu-g++", "qemu-aarch64")

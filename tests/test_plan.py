@@ -12,10 +12,11 @@ import pytest
 
 from spile import machine
 from spile.architectures.maple import MapleModel, open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.errors import BudgetError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 from spile.residency import plan as plan_module
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import KvFormat, kv_nbytes

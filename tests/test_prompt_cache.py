@@ -14,7 +14,7 @@ import spile
 from fakes import FakeEngine
 from spile import memory
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
@@ -25,6 +25,7 @@ from spile.generation.prompt_blocks import PromptBlocks
 from spile.generation.prompt_cache import PromptCache, turn_cut
 from spile.generation.prompt_folder import PromptFolder
 from spile.generation.prompt_reuse import default_cache_nbytes
+from spile.options import EngineOptions
 
 DEMO = Path(spile.__file__).parent / "demo" / "model"
 CHUNK = 32

@@ -12,9 +12,10 @@ import pytest
 import spile
 from serving import running
 from spile.architectures import open_model
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
 from spile.model import Model
+from spile.options import EngineOptions
 from spile.server.schedule import Schedule
 from spile.text.sidecar import read_sidecar
 from spile.text.tokenizer import open_tokenizer

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 import spile
 from spile.architectures.maple import open_maple
 from spile.cli import run
-from spile.engines import EngineOptions, open_engine
+from spile.engines import open_engine
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import BudgetError, OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import PRESETS, write_checkpoint
+from spile.options import EngineOptions
 from spile.residency.slots import Slots
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-up.md"

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from spile.architectures.maple import MapleModel, open_maple
-from spile.engines import EngineOptions
 from spile.engines.cpu.engine import CpuEngine
 from spile.files.checkpoint import open_checkpoint
 from spile.files.hub import DEMO_FOLDER
+from spile.options import EngineOptions
 from spile.residency.kv import BLOCK_POSITIONS, kv_position_nbytes
 from spile.text.tokenizer import open_tokenizer
 

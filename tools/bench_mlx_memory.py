@@ -90,8 +90,9 @@ def run(folder: Path, way: str, num_tokens: int) -> dict[str, Any]:
         logits += [step([token]) for token in ids[PROMPT:]]
     else:
         from spile.architectures import open_model
-        from spile.engines import EngineOptions, open_engine
+        from spile.engines import open_engine
         from spile.files.checkpoint import open_checkpoint
+        from spile.options import EngineOptions
         from spile.sizes import parse_size
 
         options = EngineOptions(engine="mlx", memory_bytes=parse_size(way), context=512)

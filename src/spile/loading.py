@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from spile.engines import PROMPT_FOLDER_LIMIT
 from spile.errors import OptionError, TextError, UnsupportedModelError, quote
 from spile.generation.prompt_reuse import PromptReuse
 from spile.model import Model, warn_of
+from spile.options import PROMPT_FOLDER_LIMIT
 from spile.sizes import format_size, parse_size
 from spile.text.prompts import OnNote
 from spile.text.sidecar import read_sidecar, read_text
@@ -24,8 +24,8 @@ from spile.text.tokenizer import open_tokenizer
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
     from spile.architectures.maple import MapleModel
-    from spile.engines import EngineOptions
     from spile.engines.base import Engine
+    from spile.options import EngineOptions
 
 AnyModel: TypeAlias = "MapleModel | ForeignModel"
 
@@ -139,7 +139,7 @@ def load(
 
 
 def _engine_options(**values: Any) -> EngineOptions:
-    from spile.engines import EngineOptions
+    from spile.options import EngineOptions
 
     return EngineOptions(**values)
 

@@ -161,10 +161,11 @@ def verify(
     """
     from spile.architectures import open_model
     from spile.architectures.maple import Form, MapleModel
-    from spile.engines import EngineOptions, choose_engine
+    from spile.engines import choose_engine
     from spile.files.checkpoint import open_checkpoint
     from spile.files.digests import check_files
     from spile.files.hub import resolve
+    from spile.options import EngineOptions
 
     if engine not in ENGINES:
         raise OptionError(f"engine is {quote(engine)}: it must be one of {', '.join(ENGINES)}")

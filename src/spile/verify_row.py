@@ -123,9 +123,10 @@ def _python_path() -> str:
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """Compute one row, in the process of its own."""
     from spile.architectures import open_model
-    from spile.engines import EngineOptions, open_engine
+    from spile.engines import open_engine
     from spile.files.checkpoint import open_checkpoint
     from spile.memory import peak_memory_bytes
+    from spile.options import EngineOptions
 
     start = time.perf_counter()
     settings, task = job["configuration"], job["task"]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from spile.architectures.maple import open_maple
-from spile.engines import EngineOptions
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
+from spile.options import EngineOptions
 from spile.residency.experts import read_row_alpha
 from spile.residency.kv import kv_format
 

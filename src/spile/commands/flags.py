@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from spile.engines import PROMPT_FOLDER_LIMIT, EngineOptions
 from spile.errors import OptionError
 from spile.generation.options import Sampling
+from spile.options import PROMPT_FOLDER_LIMIT, EngineOptions
 
 if TYPE_CHECKING:
     from spile.model import Model

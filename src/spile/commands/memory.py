@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from spile.architectures.maple import MapleModel
     from spile.bench import Recorded
     from spile.console.terminal import Stdout
-    from spile.engines import EngineOptions
     from spile.model import Model
+    from spile.options import EngineOptions
     from spile.residency.forecast import Probe, Routing
     from spile.residency.plan import Plan
 
@@ -83,7 +83,7 @@ def plan(
     from spile.architectures.maple import MapleModel
     from spile.commands.plan_text import plan_dict, plan_lines
     from spile.console.terminal import Stdout
-    from spile.engines import EngineOptions
+    from spile.options import EngineOptions
     from spile.residency.budgets import look_at_budgets
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import USUAL_ROUTING, forecast
@@ -177,7 +177,7 @@ def _add_speeds(
     rows: list[dict[str, Any]], source: str, recorded: Recorded, file: Path, offline: bool
 ) -> None:
     """Add to each pool the least budget that has so many slots, and how fast it will be."""
-    from spile.engines import EngineOptions
+    from spile.options import EngineOptions
     from spile.residency.budgets import least_plan
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import forecast, routing_of

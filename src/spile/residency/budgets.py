@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from spile.architectures.maple import MapleModel
-from spile.engines import EngineOptions
+from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.forecast import USUAL_ROUTING, Forecast, Probe, Routing, forecast
 from spile.residency.plan import MemoryNow, Plan, make_plan, mapped_budget, smallest_budget

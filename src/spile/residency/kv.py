@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spile.architectures.maple import MapleConfig
-from spile.engines import EngineOptions
 from spile.errors import OptionError
+from spile.options import EngineOptions
 
 BLOCK_POSITIONS = 128
 PAGE_NBYTES = 4096

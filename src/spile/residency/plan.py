@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from spile.architectures.maple import MapleModel
-from spile.engines import EngineOptions
 from spile.errors import BudgetError, OptionError, ReadError
 from spile.machine import available_memory_bytes, memory_limit_bytes
 from spile.memory import current_memory_bytes
+from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
 from spile.residency.slots import Slots

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import PROJECTIONS, MapleConfig, MapleModel
-from spile.engines import EngineOptions
+from spile.options import EngineOptions
 
 FLASH_PIECE_ROWS = 4096  # of a clustered head, gathered at a time: enough for many threads
 HEAD_PIECE_ROWS, HEAD_RING_PIECES = 1024, 4  # of a streamed head: 1.2 MB a piece of a full-size one

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import MapleModel
-from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
 from spile.engines.cpu.decoder import make_decoder
 from spile.engines.cpu.flash_head import ClusteredHead
@@ -26,6 +25,7 @@ from spile.engines.cpu.state import CpuState
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError
 from spile.machine import memory_limit_bytes, physical_cores
+from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import kv_format, kv_nbytes
 from spile.residency.mapped import MappedExperts, Touch

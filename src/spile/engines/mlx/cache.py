@@ -15,9 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from spile.engines import EngineOptions
 from spile.engines.mlx import adapter
 from spile.errors import OptionError
+from spile.options import EngineOptions
 from spile.residency.kv import KvFormat
 
 GROUPS = (

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures import find_model_type
-from spile.engines import EngineOptions
 from spile.engines.base import Counters, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
@@ -25,6 +24,7 @@ from spile.engines.mlx.streaming import Streaming, check_io
 from spile.errors import ContextError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
+from spile.options import EngineOptions
 from spile.residency.kv import LEAST_RING_BITS
 from spile.sizes import format_size
 

@@ -16,7 +16,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from spile.architectures.foreign import CHOSEN_NAMES
-from spile.engines import EngineOptions
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, asked_format, make_caches
 from spile.engines.mlx.copying import STEP, Layers, find_layers
@@ -24,6 +23,7 @@ from spile.engines.mlx.experts import ExpertLayer, Layout
 from spile.errors import BudgetError
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes
+from spile.options import EngineOptions
 from spile.residency.plan import AVAILABLE_SHARE, CHUNK_SHARE, CHUNKS, KV_SHARE, LEAST_CONTEXT, Parts
 from spile.sizes import format_size
 

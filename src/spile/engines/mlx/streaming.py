@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from spile.engines import EngineOptions
 from spile.engines.base import Counters
 from spile.engines.mlx.adapter import load_lazily
 from spile.engines.mlx.experts import ExpertLayer, find_experts, shard_loader
@@ -25,6 +24,7 @@ from spile.engines.mlx.provenance import dtype_of
 from spile.errors import OptionError, ReadError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import trim
+from spile.options import EngineOptions
 from spile.residency.policy import Policy
 from spile.residency.store import Store
 from spile.sizes import format_size, parse_size
