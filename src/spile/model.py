@@ -35,7 +35,7 @@ from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, 
 from spile.generation.held import Held
 from spile.generation.options import Sampling, sampling_of
 from spile.generation.prompt_reuse import PromptReuse, continued
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
 from spile.text.reasoning import ReasoningSplitter, can_reason
 from spile.text.sidecar import Sidecar, eos_ids_of
@@ -153,7 +153,7 @@ class Model:
 
         Raises: OptionError for no size, or a model whose files are mapped whole; BudgetError below the floor.
         """
-        nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+        nbytes = parse_budget(memory) if isinstance(memory, str) else memory
         if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
             raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
         self._opened().resize(nbytes - self._grammar_nbytes)

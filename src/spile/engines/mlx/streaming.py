@@ -27,7 +27,7 @@ from spile.memory import trim
 from spile.options import EngineOptions
 from spile.residency.policy import Policy
 from spile.residency.store import Store
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget
 
 
 class Streaming:
@@ -86,7 +86,7 @@ class Streaming:
         from spile.files.hub import resolve
 
         opened = open_model(open_checkpoint(resolve(path)))
-        nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+        nbytes = parse_budget(memory) if isinstance(memory, str) else memory
         return cls(
             model,
             opened.checkpoint,
