@@ -83,7 +83,7 @@ def load(
     for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
         if value is not None and not isinstance(value, (str, Path)):
             raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
-    budget_bytes = memory if memory is None or isinstance(memory, bool) else parse_budget(memory)
+    budget_bytes = parse_budget(memory) if isinstance(memory, str) or type(memory) is int else memory
     options = _engine_options(
         memory_bytes=budget_bytes,
         engine=engine,
