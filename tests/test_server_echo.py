@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 import spile
 from serving import Running, fake_model, running
+from spile.commands.serve import DefaultFlags
+from spile.errors import OptionError
 from spile.server import choices
 
 DEMO = Path(spile.__file__).parent / "demo" / "model"
@@ -141,3 +143,8 @@ def test_streamed_weights_and_head_score_alike_under_a_budget(tmp_path: Path, mo
     with spile.load(DEMO, io="buffered", prefill_chunk=24) as streamed:
         found = streamed.generate(ids, prompt_logprobs=True, logprobs=1, max_tokens=0).prompt_logprobs
     assert found[1:] == whole[1:], "to the last bit"
+
+
+def test_a_server_whose_answers_would_all_be_empty_is_refused() -> None:
+    with pytest.raises(OptionError, match="max_tokens is 0"):
+        DefaultFlags(max_tokens=0).changes()
