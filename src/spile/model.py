@@ -194,6 +194,7 @@ class Model:
         on_prefill: OnPrefill | None = None,
         pauses: bool = False,
         constraint: Constraint | None = None,
+        prompt_logprobs: bool = False,
         json_schema: Mapping[str, Any] | None = None,
         save_prompt: str | Path | None = None,
         load_prompt: str | Path | None = None,
@@ -208,7 +209,7 @@ class Model:
         With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before; with
         `pauses` an empty chunk comes after each piece of the prompt. A `constraint` rules which tokens may come,
         and with `json_schema` the answer is JSON that follows it (`{"type": "object"}` for any object);
-        what `encoded` made is taken as it is.
+        what `encoded` made is taken as it is. With `prompt_logprobs` chunks have those of the prompt's tokens too.
         `save_prompt` is a file that gets the prompt, once read; with `load_prompt` the prompt goes on from such
         a file's: the answer is as if both had been given in one text, and what the file holds is not read again.
         The prompt is encoded and checked, and the engine opened, before this returns; the rest happens as
@@ -233,7 +234,8 @@ class Model:
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self._encode(prompt, rendering)
         token_ids = encoded.token_ids
-        check_prompt(len(token_ids), self.context, num_answer=1)
+        num_answer = 0 if options.max_tokens == 0 else 1
+        check_prompt(len(token_ids), self.context, num_answer=num_answer)
         save = None
         if save_prompt is not None:
             about = {"text": text, "raw": raw, "system": system}
@@ -251,7 +253,7 @@ class Model:
                 self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
-        check_prompt(len(token_ids), engine.context, num_answer=1)
+        check_prompt(len(token_ids), engine.context, num_answer=num_answer)
         if save is not None:
             self._prompts.check_savable(engine, len(token_ids))
 
@@ -277,6 +279,7 @@ class Model:
             requested=requested,
             pauses=pauses,
             constraint=constraint,
+            prompt_logprobs=prompt_logprobs,
         )
         self._streams.add(chunks)
         return self._while_open(chunks)

@@ -10,6 +10,9 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+# Index of the first token, and the logits [n, V] after it and the next ones: valid during the call.
+OnLogits = Callable[[int, NDArray[np.float32]], None]
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -152,6 +155,18 @@ class Engine(Protocol):
 
     def logits(self, state: State, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Append T tokens; return the logits after each, [T, V]."""
+        ...
+
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, some positions at a time: far less than [T, V] is
+        ever in memory, and a budget counts it.
+        """
         ...
 
     def counters(self) -> Counters:

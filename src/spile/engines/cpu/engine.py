@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import MapleModel
-from spile.engines.base import Counters, State
+from spile.engines.base import Counters, OnLogits, State
 from spile.engines.cpu.decoder import make_decoder
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
@@ -35,6 +35,10 @@ from spile.residency.selection import Selection
 from spile.residency.slots import Foretell, Slots
 from spile.residency.store import ShardWatch, Store
 from spile.sizes import format_size
+
+# Positions whose logits exist at once where those of all are wanted: 10 MB of a full-size Maple. More would spare
+# passes over a streamed head, at the cost of the pool.
+_SCORED_TOGETHER = 16
 
 
 class CpuEngine:
@@ -202,6 +206,18 @@ class CpuEngine:
         out = np.empty((len(token_ids), self.vocab_size), np.float32)
         return self._read(state, token_ids, out, None)
 
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, `_SCORED_TOGETHER` positions at a time: the pool
+        lends their memory. A streamed head is read again for each such block.
+        """
+        self._read(state, token_ids, self._logits[:0], on_progress, on_logits)
+
     def counters(self) -> Counters:
         nbytes, reads, seconds, stall = 0, 0, 0.0, 0.0
         for store in (self._store, self._rows_store, self._flash_store):
@@ -279,12 +295,13 @@ class CpuEngine:
         token_ids: Sequence[int],
         out: NDArray[np.float32],
         on_progress: Callable[[int, int], None] | None,
+        on_logits: OnLogits | None = None,
     ) -> NDArray[np.float32]:
         """Append tokens that were given, with every expert there to choose from."""
         assert isinstance(state, CpuState), "a state of this engine"
         if state.selection is not None:
             state.selection.begin_prompt()
-        return self._append(state, token_ids, out, on_progress)
+        return self._append(state, token_ids, out, on_progress, on_logits)
 
     def _append(
         self,
@@ -292,8 +309,11 @@ class CpuEngine:
         token_ids: Sequence[int],
         out: NDArray[np.float32],
         on_progress: Callable[[int, int], None] | None,
+        on_logits: OnLogits | None = None,
     ) -> NDArray[np.float32]:
-        """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them."""
+        """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them, and hand those
+        after every token to `on_logits`.
+        """
         assert not self._closed, "the engine was closed"
         assert state.cache is not None, "the state was closed"
         total, num_logits, chunk = len(token_ids), len(out), self.plan.prefill_chunk
@@ -308,6 +328,8 @@ class CpuEngine:
             end = min(total, start + chunk)
             state.written = max(state.written, state.position + end - start)
             self._run_layers(state, token_ids[start:end], on_progress, start, total)
+            if on_logits is not None:
+                self._score(start, end, on_logits)
             first_wanted = max(start, total - num_logits)
             if first_wanted < end:
                 at = first_wanted - (total - num_logits)
@@ -315,6 +337,17 @@ class CpuEngine:
                 self._head.logits(self._decoder, out[at : at + end - first_wanted])
             state.cache.position += end - start
         return out
+
+    def _score(self, start: int, end: int, on_logits: OnLogits) -> None:
+        """Hand over the logits after the tokens [start, end) that the layers just ran for, block by block."""
+        most = min(_SCORED_TOGETHER, end - start)
+        self.experts.lend(most * self.vocab_size * 4)
+        block = np.empty((most, self.vocab_size), np.float32)
+        for at in range(start, end, most):
+            count = min(most, end - at)
+            self._decoder.finish(count, end - at - count)
+            self._head.logits(self._decoder, block[:count])
+            on_logits(at, block[:count])
 
     def _run_layers(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures import find_model_type
-from spile.engines.base import Counters, State
+from spile.engines.base import Counters, OnLogits, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
 from spile.engines.mlx.plan import MlxPlan
@@ -167,6 +167,23 @@ class MlxEngine:
         for start, end, logits in self._chunks(state, token_ids):
             out[start:end] = self._numpy(logits[0], state)
         return out
+
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, a chunk's at a time: mlx-lm's models compute those
+        of a whole chunk.
+        """
+        assert isinstance(state, MlxState), "a state of this engine"
+        self._begin(state, len(token_ids))
+        for start, end, logits in self._chunks(state, token_ids):
+            on_logits(start, self._numpy(logits[0], state))
+            if on_progress is not None:
+                on_progress(end, len(token_ids))
 
     def counters(self) -> Counters:
         return self._streaming.counters()
