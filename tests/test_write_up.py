@@ -25,7 +25,6 @@ from spile.errors import BudgetError, OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import PRESETS, write_checkpoint
 from spile.options import EngineOptions
-from spile.residency.slots import Slots
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-up.md"
 DEMO = Path(spile.__file__).parent / "demo" / "model"
@@ -124,7 +123,7 @@ def test_flash_moe_alone_streams_with_as_many_slots_as_a_token_takes(
 
 def test_flash_moe_with_a_budget_has_a_pool_even_where_all_fits(folder: Path) -> None:
     engine = opened(folder, flash_moe=True, memory_bytes=1_000_000_000)
-    assert isinstance(engine.experts, Slots)
+    assert not engine.plan.is_mapped
     assert engine.plan.num_slots == E * L
     engine.close()
 
@@ -184,7 +183,7 @@ def test_active_experts_that_do_not_fit_the_budget_are_refused_with_the_sum(fold
     fits = opened(folder, active_experts=8)
     needed = fits.plan.parts.total
     fits.close()
-    slot_nbytes = fits.experts.slot_nbytes if isinstance(fits.experts, Slots) else 0
+    slot_nbytes = fits.experts.slot_nbytes
     with pytest.raises(BudgetError, match=r"8 active experts a layer.* and the budget is") as caught:
         opened(folder, active_experts=8, memory_bytes=needed - 4 * slot_nbytes - 20_000_000, context=512)
     assert "fewer --active-experts" in str(caught.value.hint)
@@ -267,7 +266,7 @@ def test_json_says_that_an_answer_is_not_exact(capfd: pytest.CaptureFixture[str]
 
 def pinned(engine: CpuEngine, shared: int) -> bool:
     """Whether the first experts of each layer are resident, and in the first slots."""
-    assert isinstance(engine.experts, Slots)
+    assert not engine.plan.is_mapped
     held = engine.experts._slot_to_key[: shared * L].tolist()
     return sorted(held) == [layer * E + expert for layer in range(L) for expert in range(shared)]
 
@@ -276,7 +275,7 @@ def test_shared_experts_stay_through_prompts_loans_and_a_smaller_pool(
     folder: Path, exact: NDArray[np.float32]
 ) -> None:
     engine = opened(folder, flash_moe=True, memory_bytes=500_000_000, shared_experts=2)
-    assert isinstance(engine.experts, Slots)
+    assert not engine.plan.is_mapped
     assert pinned(engine, 2)
     budget, slot_nbytes = engine.plan.budget_nbytes, engine.experts.slot_nbytes
     assert budget is not None

@@ -21,7 +21,7 @@ from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
-from spile.residency.slots import Slots
+from spile.residency.pages import Pages
 from spile.residency.weights import (
     HEAD_PIECE_ROWS,
     activation_nbytes,
@@ -178,7 +178,7 @@ def _pool_plan(
     is_direct: bool,
 ) -> Plan:
     config, V = model.config, model.config.vocab_size
-    slot_nbytes = Slots.nbytes_per_slot(table)
+    slot_nbytes = Pages.nbytes_per_slot(table)
     needs = _Needs(model, table, options, memory.process_nbytes)
     least = needs.least().total
     if options.slots is None:
@@ -250,7 +250,7 @@ class _Needs:
         config = model.config
         self._model, self._options, self._process = model, options, process
         self._kv, self._flash = kv_format(config, options), flash_head_nbytes(model, options)
-        self._slot_nbytes, num_experts = Slots.nbytes_per_slot(table), config.num_routed_experts
+        self._slot_nbytes, num_experts = Pages.nbytes_per_slot(table), config.num_routed_experts
         moe_layers = num_experts // max(1, config.num_experts)
         num_active = options.num_active(config.num_experts_per_tok)
         pinned = options.shared_experts * moe_layers

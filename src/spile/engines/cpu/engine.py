@@ -28,11 +28,12 @@ from spile.machine import memory_limit_bytes, physical_cores
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import kv_format, kv_nbytes
-from spile.residency.mapped import MappedExperts, Touch
+from spile.residency.mapped import MappedRoom, Touch
+from spile.residency.pages import Pages
 from spile.residency.plan import make_plan
 from spile.residency.policy import Policy
+from spile.residency.pool import Foretell, Order, Pool
 from spile.residency.selection import Selection
-from spile.residency.slots import Foretell, Slots
 from spile.residency.store import ShardWatch, Store
 from spile.sizes import format_size
 
@@ -73,6 +74,7 @@ class CpuEngine:
         self._closed = False
         self._touch: Touch | None = None
         self._store: Store | None = None
+        self._pool: Pool | None = None
         self._rows: EmbeddingRows | None = None
         self._rows_store: Store | None = None
         self._flash_store: Store | None = None
@@ -80,10 +82,11 @@ class CpuEngine:
         try:
             self._weights = Weights(model, is_mapped=plan.is_mapped)
             self._decoder = self._make_decoder(model, options.activation_bytes)
-            self.experts: MappedExperts | Slots
+            policy = Policy(table.num_layers, table.num_experts)
             if plan.is_mapped:
                 self._touch = Touch(self._weights.ranges)
-                self.experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
+                room = MappedRoom(table, self._weights.shard_addresses, self._touch)
+                self._pool = Pool(room, None, policy, 0)
                 codes, scales, biases = (
                     self._weights.tensor(f"{model.embedding_name}.{part}")
                     for part in ("weight", "scales", "biases")
@@ -93,12 +96,11 @@ class CpuEngine:
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
                 self._store.read_cached = self._decoder.read_cached
-                self._policy = Policy(table.num_layers, table.num_experts)
-                self.experts = Slots(table, self._store, self._policy, plan.num_slots)
+                self._pool = Pool(Pages(table), self._store, policy, plan.num_slots)
                 shared = np.arange(options.shared_experts, dtype=np.int32)
                 for layer in range(table.num_layers):
                     if len(shared) and table.is_moe(layer):
-                        self.experts.pin(layer, shared)
+                        self._pool.pin(layer, shared)
                 self._head = self._open_head(model, self._store)
                 # Rows are far smaller than a page: they are read through the page cache in any case.
                 self._rows_store = Store(model.checkpoint.shards, direct=False)
@@ -106,7 +108,7 @@ class CpuEngine:
         except BaseException:
             self.close()
             raise
-        self.expert_nbytes = table.expert_nbytes
+        self.experts, self.expert_nbytes = self._pool, table.expert_nbytes
         self._ids = np.empty(config.num_experts, np.int32)
         self._counts = np.empty(config.num_experts, np.int32)
         self._foretold = np.empty(config.num_experts_per_tok, np.int32)
@@ -216,7 +218,7 @@ class CpuEngine:
 
     def resize(self, memory_bytes: int) -> None:
         plan = self.plan
-        if isinstance(self.experts, MappedExperts) or plan.budget_nbytes is None:
+        if plan.is_mapped or plan.budget_nbytes is None:
             raise OptionError("everything is mapped: there is no pool to resize; load with a memory budget")
         slot_nbytes = self.experts.slot_nbytes
         wanted = plan.num_slots + (memory_bytes - plan.budget_nbytes) // slot_nbytes
@@ -268,6 +270,8 @@ class CpuEngine:
         self._closed = True
         if self._touch is not None:
             self._touch.close()
+        if self._pool is not None:
+            self._pool.close()
         for store in (self._store, self._rows_store, self._flash_store):
             if store is not None:
                 store.close()
@@ -284,6 +288,7 @@ class CpuEngine:
         assert isinstance(state, CpuState), "a state of this engine"
         if state.selection is not None:
             state.selection.begin_prompt()
+            self.experts.release()
         return self._append(state, token_ids, out, on_progress)
 
     def _append(
@@ -333,26 +338,30 @@ class CpuEngine:
             codes, scales, biases, rows = self._rows.read(token_ids)
             addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
             decoder.begin(*addresses, rows)
-            self._policy.step(T)
+        self.experts.step(T)
         for layer in range(num_layers):
             decoder.attend(state.cache, layer)
             if not self._config.is_moe(layer):
                 decoder.dense(layer)
             else:
+                selected = None
                 if selection is None:
                     num = decoder.route(layer, ids, counts)
                 else:
                     num = decoder.route(layer, ids, counts, selection.allowed(layer))
-                    selection.choose(layer, ids[:num], counts[:num])
+                    selected = selection.choose(layer, ids[:num], counts[:num])
+                if selected is not None:
+                    self.experts.keep(layer, selected)
                 if T == 1 and self.on_decode_route is not None:
                     self.on_decode_route(ids[:num].copy())
                 foretell = self._foretell(layer + 1) if T == 1 and selection is None else None
-                batches = self.experts.fetch(
-                    layer, ids[:num], counts[:num], in_order=T > 1, foretell=foretell
-                )
+                order: Order = "ascending" if T > 1 else "ready"
+                batches = self.experts.fetch(layer, ids[:num], counts[:num], order=order, foretell=foretell)
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
                     for some_ids, places in batches:
                         decoder.experts(layer, some_ids, places)
+                if selected is not None:
+                    self.experts.load(layer, selected)
                 decoder.combine()
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)

@@ -201,7 +201,6 @@ class MlxEngine:
                 f"{state.position + num_tokens:,} tokens do not fit the context of {self.context:,}",
                 "Give a larger --context, or a shorter prompt.",
             )
-        self._streaming.take_back()
 
     def _chunks(self, state: MlxState, token_ids: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
         """Append tokens chunk by chunk; yield where each begins and ends in `token_ids`, and its lazy logits.
@@ -217,10 +216,10 @@ class MlxEngine:
     def _forward(self, state: MlxState, token_ids: Sequence[int]) -> Any:
         try:
             logits = self._model(mx.array([list(token_ids)]), cache=state.caches)
+            state.advance(len(token_ids))
         except BaseException:
             state.spoil()
             raise
-        state.advance(len(token_ids))
         return logits
 
     def _numpy(self, logits: Any, state: MlxState) -> NDArray[np.float32]:
