@@ -25,6 +25,7 @@ from spile.errors import BudgetError, OptionError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import PRESETS, write_checkpoint
 from spile.options import EngineOptions
+from spile.residency.plan import MemoryNow, smallest_budget
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-up.md"
 DEMO = Path(spile.__file__).parent / "demo" / "model"
@@ -182,8 +183,8 @@ def test_refusal_of_the_command_line_is_one_line_and_exit_code_2(capfd: pytest.C
 def test_active_experts_that_do_not_fit_the_budget_are_refused_with_the_sum(folder: Path) -> None:
     fits = opened(folder, active_experts=8)
     needed = fits.plan.parts.total
-    fits.close()
     slot_nbytes = fits.experts.slot_nbytes
+    fits.close()
     with pytest.raises(BudgetError, match=r"8 active experts a layer.* and the budget is") as caught:
         opened(folder, active_experts=8, memory_bytes=needed - 4 * slot_nbytes - 20_000_000, context=512)
     assert "fewer --active-experts" in str(caught.value.hint)
@@ -237,7 +238,8 @@ def test_between_selections_only_selected_experts_are_asked_for(folder: Path) ->
         token = int(engine.decode(state, token).argmax())
     engine.close()
     assert max(map(len, asked)) <= 3
-    assert engine.experts.misses < engine.experts.hits
+    counters = engine.counters()
+    assert counters.misses < counters.hits
 
 
 def test_two_sequences_at_once_do_not_select_for_each_other(folder: Path) -> None:
@@ -277,8 +279,6 @@ def test_shared_experts_stay_through_prompts_loans_and_a_smaller_pool(
     engine = opened(folder, flash_moe=True, memory_bytes=500_000_000, shared_experts=2)
     assert not engine.plan.is_mapped
     assert pinned(engine, 2)
-    budget, slot_nbytes = engine.plan.budget_nbytes, engine.experts.slot_nbytes
-    assert budget is not None
     np.testing.assert_array_equal(answer(engine), exact)
     assert pinned(engine, 2)
     engine.lend(10**9)
@@ -286,14 +286,21 @@ def test_shared_experts_stay_through_prompts_loans_and_a_smaller_pool(
     assert engine.experts.num_resident == 2 * L
     np.testing.assert_array_equal(answer(engine), exact)
     least = engine.plan.least_slots
-    engine.resize(budget - (E * L - least) * slot_nbytes)
+    smallest = smallest_budget(engine._model, engine._table, engine._options, process_of(engine))
+    engine.resize(smallest)
     assert pinned(engine, 2)
-    assert engine.experts.num_slots == least == 2 * L + 2 * K
+    assert engine.experts.num_slots >= engine.plan.num_slots >= least == 2 * L + 2 * K
     np.testing.assert_array_equal(answer(engine), exact)
-    with pytest.raises(BudgetError, match="cannot shrink"):
-        engine.resize(budget - (E * L - least + 1) * slot_nbytes)
+    with pytest.raises(BudgetError, match="and the budget is"):
+        engine.resize(smallest - 1_500_000)
     assert pinned(engine, 2)
+    np.testing.assert_array_equal(answer(engine), exact)
     engine.close()
+
+
+def process_of(engine: CpuEngine) -> MemoryNow:
+    """What the process held when an engine was opened."""
+    return MemoryNow(engine.plan.parts.process, 10**12, None)
 
 
 @pytest.mark.parametrize("name", ["flash_moe", "flash_head"])

@@ -51,6 +51,7 @@ class MlxEngine:
         self.exact = not options.flash_head
         self._approximation: str | None = None
         self._closed = False
+        self._held_nbytes: dict[str, int] = {}
         self._model = adapter.load_lazily(checkpoint)
         if options.activation_bytes == 3:
             self._model.model.activation_dtype = mx.float32
@@ -172,7 +173,16 @@ class MlxEngine:
         return self._streaming.counters()
 
     def resize(self, memory_bytes: int) -> None:
-        self._streaming.resize(memory_bytes)
+        self._streaming.resize(memory_bytes - sum(self._held_nbytes.values()))
+
+    def hold(self, owner: str, nbytes: int) -> None:
+        """Leave bytes to somebody else. What prompts take is set aside for good."""
+        budget = self.plan.budget_nbytes
+        if owner == "prompts" or budget is None or self.plan.is_resident:
+            return
+        more = nbytes - self._held_nbytes.get(owner, 0)
+        self._streaming.resize(budget - more)
+        self._held_nbytes[owner] = nbytes
 
     def lend(self, nbytes: int) -> None:
         """Shrink the pool until the next token."""
