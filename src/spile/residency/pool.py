@@ -179,9 +179,9 @@ class Pool:
             if self._room.num_slots < self.num_slots:  # some were lent
                 self._room.resize(self.num_slots)
             yield from self._batches(layer, ids, counts, order, foretell)
+            self._change = None
             if self.may_hold_all and not (self._ahead or self._strays):
                 self._is_whole = len(self._free) == self.num_slots - len(self._room.keys)
-            self._change = None
         finally:
             if self._change is mine:  # not where a later fetch has begun before this one was collected
                 self._recover()
@@ -486,7 +486,6 @@ class Pool:
 
     def _rebuild(self) -> None:
         """Derive everything from `_slot_to_key`; nothing is in flight, and the change has ended."""
-        self._is_whole = False
         self._ahead, self._strays = [], []
         held = np.flatnonzero(self._slot_to_key != _FREE)
         self._key_to_slot[:] = _FREE
