@@ -63,6 +63,7 @@ class CpuEngine:
         self.plan, self.kv_format, self._options = plan, kv_format(config, options), options
         self.exact = options.reselect_every == 1 and not options.flash_head
         self._num_active = options.num_active(config.num_experts_per_tok) or config.num_experts
+        self._check_selection(plan.num_slots)
         self.context, self.prefill_chunk = plan.context, plan.prefill_chunk
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
@@ -230,6 +231,7 @@ class CpuEngine:
                 "Load the model again with the smaller budget: the head can then be streamed too.",
             )
         num_slots = min(wanted, plan.most_slots)
+        self._check_selection(num_slots)
         self.experts.resize(num_slots)
         experts = num_slots * slot_nbytes
         self.plan = replace(
@@ -238,6 +240,20 @@ class CpuEngine:
             budget_nbytes=memory_bytes,
             parts=replace(plan.parts, experts=experts),
         )
+
+    def _check_selection(self, num_slots: int) -> None:
+        """Check that the pool can hold what is selected, so that nothing is read between two selections.
+
+        Raises: OptionError with both numbers.
+        """
+        config = self._config
+        needed = self._num_active * sum(map(config.is_moe, range(config.num_hidden_layers)))
+        if self._options.reselect_every != 1 and num_slots < needed:
+            raise OptionError(
+                f"a selection of {self._num_active} experts a layer takes {needed:,} slots, and the pool has "
+                f"{num_slots:,}",
+                "Give more memory, fewer --active-experts, or leave out --reselect-every.",
+            )
 
     def lend(self, nbytes: int) -> None:
         self.experts.lend(nbytes)
