@@ -18,7 +18,7 @@ from spile.errors import ReadError
 from spile.residency.experts import Extent
 from spile.residency.pages import Pages, keys_of
 from spile.residency.policy import Policy
-from spile.residency.pool import Order, Pool, Reads
+from spile.residency.pool import Order, Pool, Reads, Room
 from spile.residency.store import ENDED, Store
 
 PARTS_NBYTES = (5000, 4096, 300)  # of gate, up, down: no alignment anywhere
@@ -121,7 +121,7 @@ class FakeStore:
             ctypes.memmove(address + Store.delta(extent), data.ctypes.data, extent.nbytes)
 
 
-class FakeRoom:
+class FakeRoom(Room):
     """As small as a room can be: an array a slot and part."""
 
     def __init__(self, table: Any) -> None:
@@ -138,10 +138,8 @@ class FakeRoom:
     def reads(self, keys: NDArray[np.int64], slots: Sequence[int]) -> Reads:
         extents = np.array([self.table.extents(*divmod(int(key), self.num_experts)) for key in keys])
         starts = np.array([[part.ctypes.data for part in self.slots[slot]] for slot in slots])
-        return Reads(*extents.transpose(2, 0, 1), starts - extents[..., 1] % 4096)
-
-    def arrive(self, slots: Sequence[int]) -> None:
-        pass
+        shards, offsets, nbytes = extents.transpose(2, 0, 1)
+        return shards, offsets, nbytes, starts - offsets % 4096
 
     def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[Any]:
         return np.array([[part.ctypes.data for part in self.slots[slot]] for slot in slots.tolist()])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,8 +15,13 @@ import numpy as np
 import pytest
 
 from fake_pool import CheckedPool, MakePool
+from spile.architectures import open_model
+from spile.engines import open_engine
+from spile.engines.base import Engine
 from spile.errors import ReadError
+from spile.files.checkpoint import open_checkpoint
 from spile.memory import current_memory_bytes
+from spile.options import EngineOptions
 from spile.residency.policy import Policy
 from spile.residency.pool import Order, Pool
 from spile.residency.store import Store
@@ -408,6 +415,16 @@ def test_pool_that_came_to_hold_all_serves_them_and_shrinks_again(make_pool: Mak
         pool.run(layer, range(8), "ascending")
 
 
+def test_pool_does_not_hold_all_while_the_last_are_still_read(make_pool: MakePool) -> None:
+    pool = make_pool(32)
+    for layer in (0, 1, 2):
+        pool.run(layer, range(8))
+    pool.run(3, range(6))
+    pool.run(2, [0], guess=[6, 7])  # for layer 3
+    pool.run(2, [1])
+    pool.run(3, [5, 6, 7])
+
+
 # -- resizing --
 
 
@@ -534,3 +551,84 @@ def test_ranks_stay_finite_and_in_order_over_a_long_run() -> None:
     assert np.isfinite(rank).all()
     assert (rank > 0).all()
     assert rank[[0, 2]].max() < rank[[1, 3]].min()
+
+
+# -- engines --
+
+
+def _answer(engine: Engine) -> list[Any]:
+    state = engine.new_state()
+    try:
+        rows = [engine.prefill(state, [1, 2, 3, 4, 5])]
+        rows += [engine.decode(state, token_id).copy() for token_id in range(6, 16)]
+        return [row.tobytes() for row in rows]
+    finally:
+        state.close()
+
+
+@pytest.fixture(params=["cpu", "mlx"])
+def small_engine(request: pytest.FixtureRequest, golden: Path) -> Iterator[tuple[Any, list[Any], Store]]:
+    """An engine with 8 slots, what it should answer, and its store."""
+    if request.param == "mlx":
+        pytest.importorskip("mlx_lm", exc_type=ImportError)
+    model = open_model(open_checkpoint(golden / "mlx-2bit"))
+    all_slots, few_slots = (EngineOptions(engine=request.param, slots=slots) for slots in (10**6, 8))
+    large = open_engine(model, all_slots)
+    wanted = _answer(large)
+    large.close()
+    engine: Any = open_engine(model, few_slots)
+    store = engine._store if request.param == "cpu" else engine._streaming._store
+    yield engine, wanted, store
+    engine.close()
+
+
+def test_interrupt_before_a_read_was_noted_leaves_right_answers(
+    small_engine: tuple[Any, list[Any], Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the mlx engine's pool forgot such a read, whose bytes came later, into another expert's slot."""
+    engine, wanted, store = small_engine
+    late: list[Any] = []
+    submit, drain, wait, num_left = store.submit_groups, store.drain, store.wait, 0
+
+    def submit_or_break(*reads: Any) -> list[int]:
+        nonlocal num_left
+        num_left -= 1
+        if num_left:
+            return submit(*reads)
+        late.append(reads)
+        raise KeyboardInterrupt
+
+    def wait_while_late_ones_come(ticket: int) -> None:
+        wait(ticket)
+        for _, offsets, nbytes, addresses in late:
+            for offset, size, address in zip(offsets.flat, nbytes.flat, addresses.flat, strict=True):
+                ctypes.memset(int(address + offset % 4096), 0xEE, int(size))
+
+    monkeypatch.setattr(store, "read_cached", None)
+    monkeypatch.setattr(store, "submit_groups", submit_or_break)
+    monkeypatch.setattr(store, "wait", wait_while_late_ones_come)
+    monkeypatch.setattr(store, "drain", lambda: (late.clear(), drain()))
+    for n in range(1, 25, 3):
+        num_left = n
+        with pytest.raises(KeyboardInterrupt):
+            _answer(engine)
+        num_left = -1
+        assert _answer(engine) == wanted, f"read {n}"
+
+
+def test_interrupt_at_any_line_of_an_answer_leaves_right_answers(
+    small_engine: tuple[Any, list[Any], Store],
+) -> None:
+    engine, wanted, _ = small_engine
+    before, rng = sys.gettrace(), np.random.default_rng(0)
+    for n in rng.integers(1, 5000, 24).tolist():
+        interrupt = Interrupt(n)
+        interrupt.FILES = (".py",) if n % 2 else interrupt.FILES
+        sys.settrace(interrupt)
+        try:
+            _answer(engine)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert _answer(engine) == wanted, f"line {n}"

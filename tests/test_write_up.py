@@ -242,6 +242,33 @@ def test_between_selections_only_selected_experts_are_asked_for(folder: Path) ->
     assert counters.misses < counters.hits
 
 
+@pytest.mark.parametrize(("active", "every"), [(2, 2), (2, 4), (4, 4), (4, 16), (6, 0)])
+def test_nothing_is_read_between_two_selections(active: int, every: int, folder: Path) -> None:
+    """Regression: 16 tokens of full size read 174, 174, 174, 173 experts, and then none (every 16)."""
+    engine = opened(folder, active_experts=active, reselect_every=every, shared_experts=active - K)
+    state = engine.new_state()
+    token = int(engine.prefill(state, PROMPT).argmax())
+    for index in range(40):
+        before = engine.counters().misses
+        token = int(engine.decode(state, token).argmax())
+        is_selection = index == 0 or (every and index % every == 0)
+        assert is_selection or engine.counters().misses == before, f"token {index}"
+    engine.close()
+
+
+def test_selection_that_is_larger_than_the_pool_is_refused_with_both_numbers(folder: Path) -> None:
+    told = r"^a selection of 4 experts a layer takes 12 slots, and the pool has 11$"
+    with pytest.raises(OptionError, match=told):
+        opened(folder, active_experts=4, reselect_every=2, slots=11)
+    opened(folder, active_experts=4, slots=11).close()
+    engine = opened(folder, active_experts=4, reselect_every=2, memory_bytes=500_000_000)
+    budget = engine.plan.budget_nbytes
+    assert budget is not None
+    with pytest.raises(OptionError, match=told):
+        engine.resize(budget - engine.experts.slot_nbytes)
+    engine.close()
+
+
 def test_two_sequences_at_once_do_not_select_for_each_other(folder: Path) -> None:
     engine = opened(folder, active_experts=4, reselect_every=0)
     alone = answer(engine, 10)

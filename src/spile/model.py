@@ -36,6 +36,7 @@ from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, 
 from spile.generation.held import Held
 from spile.generation.options import Sampling, sampling_of
 from spile.generation.prompt_reuse import PromptReuse, continued
+from spile.memory import trim
 from spile.sizes import parse_size
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
 from spile.text.reasoning import ReasoningSplitter, can_reason
@@ -354,6 +355,8 @@ class Model:
                 self.tokenizer.close()
         finally:
             self._resources.close()
+            engine = None  # nobody else has it, nor what it read
+            trim()
 
     def __enter__(self) -> Model:
         self._check_open()

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.residency.experts import ExpertTable
 from spile.residency.pages import keys_of
-from spile.residency.pool import Reads
+from spile.residency.pool import Room
 
 _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
 _PIECE_NBYTES = 4 << 20
 
 
-class MappedRoom:
+class MappedRoom(Room):
     """Every expert in place in mapped shards, in the slot of its own number."""
 
     def __init__(self, table: ExpertTable, shard_addresses: Sequence[int], touch: Touch | None) -> None:
@@ -43,18 +43,6 @@ class MappedRoom:
         if self._touch is not None and not self._touch.is_complete():
             self._touch.touch(addresses, self._part_nbytes)
         return addresses
-
-    def resize(self, num_slots: int) -> None:
-        raise AssertionError("mapped pages are the system's")
-
-    def reads(self, keys: NDArray[np.int64], slots: Sequence[int]) -> Reads:
-        raise AssertionError("nothing is ever missing")
-
-    def arrive(self, slots: Sequence[int]) -> None:
-        raise AssertionError("nothing is ever missing")
-
-    def close(self) -> None:
-        pass
 
 
 def touch_reader() -> _core.Reader:

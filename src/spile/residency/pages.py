@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.residency.experts import ExpertTable
-from spile.residency.pool import Reads
+from spile.residency.pool import Reads, Room
 from spile.residency.store import PAGE_NBYTES, Store, private_memory
 
 _GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
 
 
-class Pages:
+class Pages(Room):
     """Slots in anonymous memory, which is taken as they are first filled.
 
     An expert's parts are looked up as arrays, [L * E, parts]: one by one would cost a token 2 ms.
@@ -64,10 +64,7 @@ class Pages:
 
     def reads(self, keys: NDArray[np.int64], slots: Sequence[int]) -> Reads:
         addresses = self._starts[slots][:, None] + self._part_starts
-        return Reads(self._shards[keys], self._offsets[keys], self._nbytes[: len(keys)], addresses)
-
-    def arrive(self, slots: Sequence[int]) -> None:
-        pass
+        return self._shards[keys], self._offsets[keys], self._nbytes[: len(keys)], addresses
 
     def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Return the address of each part, [n, parts]."""

@@ -46,36 +46,33 @@ _MOST_AHEAD = 4
 _LAST_TO_GO = 1e12  # layers from now: behind all that the policy ranks
 
 
-class Reads(NamedTuple):
-    """How n experts come into slots, m reads each: what `Store.submit_groups` takes, [n, m]."""
-
-    shards: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    addresses: NDArray[np.int64]
+# How n experts come into slots, m reads each: shards, offsets, bytes, addresses, [n, m]. For `Store.submit_groups`.
+Reads = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 class Room(Protocol):
-    """Memory for slots. It does not know which of them hold something."""
+    """Memory for slots. It does not know which of them hold something. What it does by itself is for a room where all
+    is in place for good.
+    """
 
     num_experts: int  # of a layer: the key of an expert is layer * num_experts + expert
     keys: NDArray[np.int64]  # of all experts that the slots are for
     slot_nbytes: int
-    num_slots: int  # that may be written to
+    num_slots: int  # that may be written to; right also where `resize` was broken off
 
     def resize(self, num_slots: int) -> None:
-        """Have memory for so many slots. Those that were there and still are keep their bytes; the memory of the others
-        goes back to the system. Where this is broken off, `num_slots` is right nevertheless.
+        """Have memory for so many slots: of those that there are before and after, bytes stay; the memory of others
+        goes back to the system.
         """
-        ...
+        raise AssertionError("nobody resizes what is in place")
 
     def reads(self, keys: NDArray[np.int64], slots: Sequence[int]) -> Reads:
         """Say how experts of one layer come into slots. From here on nobody reads what the slots held before."""
-        ...
+        raise AssertionError("nothing is missing where all is in place")
 
     def arrive(self, slots: Sequence[int]) -> None:
         """Do what is left to do once the reads into slots have ended."""
-        ...
+        return
 
     def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[Any]:
         """Say where resident experts lie, in the engine's terms."""
@@ -83,7 +80,7 @@ class Room(Protocol):
 
     def close(self) -> None:
         """Give all memory back. May be called twice."""
-        ...
+        return
 
 
 class _Load(NamedTuple):
@@ -104,7 +101,7 @@ class Pool:
         """Without a store, every expert is in the slot of its own number, for good."""
         assert num_slots >= 1 or store is None, "a pool needs a slot"
         self._room, self._store, self._policy = room, store, policy
-        self._num_experts = room.num_experts
+        self._num_experts, self.slot_nbytes = room.num_experts, room.slot_nbytes
         num_keys = int(room.keys.max(initial=-1)) + 1
         self._key_to_slot = np.full(num_keys, _FREE, np.int32)
         self._slot_to_key = np.zeros(0, np.int64)
@@ -139,17 +136,9 @@ class Pool:
         return int((self._slot_to_key != _FREE).sum())
 
     @property
-    def resident_nbytes(self) -> int:
-        return self.num_resident * self._room.slot_nbytes
-
-    @property
-    def slot_nbytes(self) -> int:
-        return self._room.slot_nbytes
-
-    @property
     def may_hold_all(self) -> bool:
         """Whether there is a slot for every expert, so that none is ever given up."""
-        return len(self._slot_to_key) >= len(self._room.keys)
+        return self.num_slots >= len(self._room.keys)
 
     def step(self, num_tokens: int) -> None:
         """Say of how many tokens the next fetches are, one pass over the layers."""
@@ -187,12 +176,12 @@ class Pool:
             self._recover()
         self._change = mine = object()
         try:
-            if self._room.num_slots < len(self._slot_to_key):  # some were lent
-                self._room.resize(len(self._slot_to_key))
+            if self._room.num_slots < self.num_slots:  # some were lent
+                self._room.resize(self.num_slots)
             yield from self._batches(layer, ids, counts, order, foretell)
+            self._change = None
             if self.may_hold_all and not (self._ahead or self._strays):
                 self._is_whole = len(self._free) == self.num_slots - len(self._room.keys)
-            self._change = None
         finally:
             if self._change is mine:  # not where a later fetch has begun before this one was collected
                 self._recover()
@@ -234,34 +223,35 @@ class Pool:
         goes back to the system; what stays resident stays where it is.
         """
         assert num_slots >= 1, "a pool needs a slot"
-        self._begin_change()
-        held = self._slot_to_key[:num_slots]
-        self.evictions += int((self._slot_to_key[num_slots:] != _FREE).sum())
-        self._slot_to_key = held
-        self._room.resize(num_slots)
-        self._slot_to_key = np.append(held, np.full(num_slots - len(held), _FREE))
-        self._rebuild()
+        self._change_size(num_slots, num_slots)
 
     def lend(self, nbytes: int) -> None:
         """Give up experts worth `nbytes`, pinned ones excepted, and hand their memory back to the system until
         the next fetch.
         """
-        if self._store is None:
-            return  # mapped pages are the system's to take back
-        self._begin_change()
-        num_slots = len(self._slot_to_key) - -(-nbytes // self._room.slot_nbytes)
-        first = max(int(self._is_pinned.sum()), num_slots)
-        self.evictions += int((self._slot_to_key[first:] != _FREE).sum())
-        self._slot_to_key[first:] = _FREE
-        self._room.resize(min(first, self._room.num_slots))
-        self._rebuild()
+        if self._store is not None:  # mapped pages are the system's to take back
+            num_left = self.num_slots - -(-nbytes // self.slot_nbytes)
+            num_left = max(int(self._is_pinned.sum()), num_left)
+            self._change_size(self.num_slots, min(num_left, self._room.num_slots))
 
     def close(self) -> None:
         """End what is in flight and give the memory back. May be called twice."""
-        self._begin_change()
-        self._slot_to_key = self._slot_to_key[:0]
-        self._rebuild()
+        self._change_size(0, 0)
         self._room.close()
+
+    def _change_size(self, num_slots: int, num_in_room: int) -> None:
+        """Have so many slots, the first of them with memory, nothing in the others, and nothing in flight."""
+        self._is_whole = False
+        if self._is_broken or self._ahead or self._strays:
+            self._change = self._change or object()  # a Ctrl-C may come while the store drops them
+            self._recover()
+        self._change = object()
+        held = self._slot_to_key[:num_in_room]
+        self.evictions += int((self._slot_to_key[num_in_room:] != _FREE).sum())
+        self._slot_to_key = np.append(held, np.full(num_slots - len(held), _FREE))
+        if self._store is not None:
+            self._room.resize(num_in_room)
+        self._rebuild()
 
     # -- a fetch --
 
@@ -489,14 +479,6 @@ class Pool:
         has_loads = bool(self._ahead or self._strays)
         return self._change is not None or (has_loads and self._num_drains != self._reader.num_drains)
 
-    def _begin_change(self) -> None:
-        """End what is in flight between layers, whose bytes are dropped, and begin a change."""
-        self._is_whole = False
-        if self._is_broken or self._ahead or self._strays:
-            self._change = self._change or object()  # a Ctrl-C may come while the store drops them
-            self._recover()
-        self._change = object()
-
     def _recover(self) -> None:
         """End what is in flight."""
         self._reader.drain()
@@ -504,7 +486,6 @@ class Pool:
 
     def _rebuild(self) -> None:
         """Derive everything from `_slot_to_key`; nothing is in flight, and the change has ended."""
-        self._is_whole = False
         self._ahead, self._strays = [], []
         held = np.flatnonzero(self._slot_to_key != _FREE)
         self._key_to_slot[:] = _FREE

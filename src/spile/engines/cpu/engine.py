@@ -77,7 +77,9 @@ class CpuEngine:
         self._last: Counters | None = None  # of a closed engine
         self._states: WeakSet[CpuState] = WeakSet()
         self._held_nbytes: dict[str, int] = {}
-        self._begin(make_plan(model, self._table, options))
+        plan = make_plan(model, self._table, options)
+        self._check_selection(plan.num_slots)
+        self._begin(plan)
         self._ids = np.empty(config.num_experts, np.int32)
         self._counts = np.empty(config.num_experts, np.int32)
         self._foretold = np.empty(config.num_experts_per_tok, np.int32)
@@ -259,6 +261,7 @@ class CpuEngine:
         then = MemoryNow(plan.parts.process, now.available_nbytes + outside, now.limit_nbytes)
         options = replace(self._options, memory_bytes=memory_bytes)
         wanted = make_plan(self._model, self._table, options, then)
+        self._check_selection(wanted.num_slots)
         self._check_states(wanted)
         self._options = options
         if plan.is_mapped or wanted.is_mapped:
@@ -334,6 +337,20 @@ class CpuEngine:
         num_slots = max(plan.slots_beside(self._used_nbytes(growing, end)), plan.least_slots)
         if num_slots != self.experts.num_slots:
             self.experts.resize(num_slots)
+
+    def _check_selection(self, num_slots: int) -> None:
+        """Check that the pool can hold what is selected, so that nothing is read between two selections.
+
+        Raises: OptionError with both numbers.
+        """
+        config = self._config
+        needed = self._num_active * sum(map(config.is_moe, range(config.num_hidden_layers)))
+        if self._options.reselect_every != 1 and num_slots < needed:
+            raise OptionError(
+                f"a selection of {self._num_active} experts a layer takes {needed:,} slots, and the pool has "
+                f"{num_slots:,}",
+                "Give more memory, fewer --active-experts, or leave out --reselect-every.",
+            )
 
     def lend(self, nbytes: int) -> None:
         self.experts.lend(nbytes)

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.engines.mlx.experts import ExpertLayer, Piece
-from spile.residency.pool import Reads
+from spile.residency.pool import Reads, Room
 from spile.residency.store import PAGE_NBYTES
 
 _Staged = list[tuple[Piece, NDArray[np.uint8]]]  # pieces that are put in place when they are there
 
 
-class Bank:
+class Bank(Room):
     """Arrays [S, ...] for the experts of some layers, all of one layout.
 
     `on_resize` are called before the arrays are made anew: whoever holds views of them gives these up.
@@ -89,7 +89,7 @@ class Bank:
                 addresses.append(row.ctypes.data - piece.extent.offset % PAGE_NBYTES)
             self._staged[slot] = staged
         shards, offsets, nbytes = np.array(extents, np.int64).reshape(len(keys), -1, 3).transpose(2, 0, 1)
-        return Reads(shards, offsets, nbytes, np.array(addresses, np.int64).reshape(len(keys), -1))
+        return shards, offsets, nbytes, np.array(addresses, np.int64).reshape(len(keys), -1)
 
     def arrive(self, slots: Sequence[int]) -> None:
         """Put pieces that are no whole part in place."""

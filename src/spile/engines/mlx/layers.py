@@ -44,7 +44,6 @@ class StreamedExperts(nn.Module):
         # Past nn.Module, which would take them for parameters and children.
         for name, value in (("_inner", layer.module), ("_layer", layer), ("_pool", None), ("_closed", False)):
             object.__setattr__(self, name, value)
-        self._leave_bank()
 
     @property
     def layer(self) -> ExpertLayer:
@@ -55,6 +54,7 @@ class StreamedExperts(nn.Module):
         object.__setattr__(self, "_pool", pool)
         object.__setattr__(self, "_bank", bank)
         bank.on_resize.append(self._leave_bank)
+        self._leave_bank()  # nor hold the layer's own arrays any longer
 
     def detach(self) -> None:
         """Say that the pool is gone: from now on a call is an error."""
@@ -64,8 +64,7 @@ class StreamedExperts(nn.Module):
         """Forget the bank's arrays, and where they have the experts."""
         object.__setattr__(self, "_num_rows", None)
         object.__setattr__(self, "_table", None)
-        if getattr(self, "_pool", None) is not None:
-            self._set_weights(lambda part: None)
+        self._set_weights(lambda part: None)
 
     def _use_bank(self, num_rows: int | None = None) -> None:
         """Let the projections read the bank, as arrays of so many rows; None: as many as there are experts."""

@@ -100,7 +100,7 @@ class Streaming:
         """Bytes of experts in memory now."""
         if not self._pools:
             return self.plan.parts.experts
-        return sum(pool.resident_nbytes for pool in self._pools.values())
+        return sum(pool.num_resident * pool.slot_nbytes for pool in self._pools.values())
 
     def counters(self) -> Counters:
         """Say what was read and found so far."""
