@@ -114,6 +114,9 @@ class FakeEngine:
     def resize(self, memory_bytes: int) -> None:
         self.calls.append(("resize", memory_bytes))
 
+    def hold(self, owner: str, nbytes: int) -> None:
+        self.calls.append(("hold", (owner, nbytes)))
+
     def lend(self, nbytes: int) -> None:
         self.calls.append(("lend", nbytes))
 

@@ -180,6 +180,14 @@ class Engine(Protocol):
         """
         ...
 
+    def hold(self, owner: str, nbytes: int) -> None:
+        """Leave so many bytes of the budget, from now on, to somebody else in this process: "prompts" for those that
+        are kept, whose room is planned, or another name. Exact: the pool gives way, and has back what is held no more.
+
+        Raises: BudgetError where less than the least would be left.
+        """
+        ...
+
     def lend(self, nbytes: int) -> None:
         """Hand this many bytes of pool memory back to the system until they are needed again."""
         ...
