@@ -202,7 +202,7 @@ def test_process_that_does_not_answer_is_ended_and_another_one_started(
     stopped.start()
     assert stopped._process is not None
     os.kill(stopped._process.pid, signal.SIGSTOP)
-    with pytest.raises(TextError, match="the chat template takes too long: no answer in 0.2 s"):
+    with pytest.raises(TextError, match=r"the chat template takes too long: no answer in 0\.2 s"):
         stopped.render("{{ 1 }}", USER)
     monkeypatch.undo()
     assert stopped.render("{{ 1 }}", USER) == "1"
