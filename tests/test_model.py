@@ -587,3 +587,14 @@ def test_context_beyond_the_model_is_refused(tiny_checkpoint: Callable[..., Path
         spile.load(folder, context=1000)
     with spile.load(folder, context=256) as model:
         assert model.context == 256
+
+
+def test_model_that_names_no_end_token_says_so_once(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, special=("<s>",), config={"chat_template": TEMPLATE})
+    case = Case(tmp_path, [*b"Hello"])
+    case.model._config = {}
+    for _ in range(2):
+        case.model.generate("Hi", max_tokens=3)
+    assert [note for note in case.notes if "no end token" in note] == [
+        "this model's files name no end token: an answer ends at a stop text or its limit alone"
+    ]

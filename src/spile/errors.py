@@ -100,6 +100,12 @@ def quote(value: Any) -> str:
     return shown
 
 
+def shown(path: str | os.PathLike[str]) -> str:
+    """Show a file's name as it is, or quoted where it would not be one clean line."""
+    text = os.fspath(path)
+    return text if text.isprintable() and len(text) <= _LONGEST_MESSAGE // 2 else quote(text)
+
+
 def clean(text: str) -> str:
     """Show foreign text of any language: one line, 2,000 characters at most, and whatever has no shape of its own
     (control characters, marks that turn the writing direction, halves of surrogate pairs) as an escape.

@@ -257,6 +257,10 @@ class Model:
             if not tokenizer.is_learned:  # a prompt of ids, before any text
                 self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
+        if not any(token_id < self.vocab_size for token_id in eos_ids):
+            self._tell_once(
+                "this model's files name no end token: an answer ends at a stop text or its limit alone"
+            )
         engine = self._opened()
         check_prompt(len(token_ids), engine.context, num_answer=1)
         if save is not None:

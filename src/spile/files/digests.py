@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from spile.errors import CheckpointError, ReadError, WriteError
-from spile.files.checkpoint import Checkpoint, read_json_object
+from spile.files.checkpoint import LARGEST_CONFIG_NBYTES, Checkpoint, read_json_object
+from spile.files.whole import read_whole
 
 FORMAT = 1
 READ_NBYTES = 4 << 20  # one pread; larger ones are no faster here
@@ -234,7 +235,7 @@ def _digest(checkpoint: Checkpoint, meter: _Meter) -> Digests:
     finally:
         for file in files:
             file.close()
-    config = (checkpoint.folder / "config.json").read_bytes()
+    config = read_whole(checkpoint.folder / "config.json", LARGEST_CONFIG_NBYTES, CheckpointError)
     digests["config.json"] = [hashlib.sha256(config).hexdigest()[: 2 * DIGEST_NBYTES]]
     return {name: tuple(values) for name, values in digests.items()}
 

@@ -17,12 +17,13 @@ import os
 import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spile import memory
-from spile.errors import TextError, quote
+from spile.errors import SpileError, TextError, quote
 from spile.text.alphabet import byte_alphabet, entry_bytes
 from spile.text.marks import SAID, Hidden
 from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # The size of tokenizer.json from which a table is made: it takes two seconds, once. Smaller ones, of 10,000
 # entries and fewer, load in 30 ms and 10 MB.
 TABLE_FROM_NBYTES = 500_000
+_MOST_NBYTES = 64_000_000  # of a tokenizer.json: the largest in use have 33 MB
 
 # What loading takes at most: 106 MB of objects and twice the file were measured for 151,643 entries; a fifth
 # more for others.
@@ -196,14 +198,11 @@ class Tokenizer:
         else:
             loaded = self._load()
             self._learn(loaded)
-            try:
+            with self._telling_damage():
                 token_ids = _encode_loaded(loaded, text, hidden)
-            except Exception as error:  # the library raises nothing narrower
-                raise self._unusable(error) from error
-            finally:
-                del loaded
-                if not self.keep:
-                    self.release()
+            del loaded
+            if not self.keep:
+                self.release()
         bos_ids = self._known().bos_ids
         if add_bos and bos_ids and tuple(token_ids[: len(bos_ids)]) != bos_ids:
             token_ids = [*bos_ids, *token_ids]
@@ -280,10 +279,11 @@ class Tokenizer:
         from spile.text.bpe_table import NoTableError, build_table
 
         loaded = self._load()
-        try:
-            table = build_table(self.path, loaded, digest, prefix_ids=_prefix_ids(loaded))
-        except NoTableError:
-            return None
+        with self._telling_damage():
+            try:
+                table = build_table(self.path, loaded, digest, prefix_ids=_prefix_ids(loaded))
+            except NoTableError:
+                return None
         del loaded
         self.release()
         self._table = (open_table(digest) if write_table(digest, table) else None) or Table(table)
@@ -291,24 +291,34 @@ class Tokenizer:
 
     def _learn(self, loaded: Any) -> _Vocabulary:
         if self._vocabulary is None:
-            self._vocabulary = _read_vocabulary(loaded, self.sidecar, self._config)
+            with self._telling_damage():
+                self._vocabulary = _read_vocabulary(loaded, self.sidecar, self._config)
         return self._vocabulary
 
-    def _unusable(self, error: Exception) -> TextError:
-        return TextError(
-            f"{self.path} cannot be used as a tokenizer: {quote(str(error))[1:-1]}",
-            "Download the file again.",
-        )
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
+        """Turn what `tokenizers` says of a damaged file into a sentence: it raises nothing narrower than Exception,
+        and panics, which are none.
+        """
+        try:
+            yield
+        except (SpileError, MemoryError):
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TextError(
+                f"{self.path} cannot be used as a tokenizer: {quote(str(error))[1:-1]}",
+                "Download the file again.",
+            ) from error
 
     def _load(self) -> Any:
         if self._loaded is None:
             import tokenizers
 
             before, peak_before = memory.current_memory_bytes(), memory.peak_memory_bytes()
-            try:
+            with self._telling_damage():
                 loaded = tokenizers.Tokenizer.from_file(str(self.path))
-            except Exception as error:  # the library raises nothing narrower
-                raise self._unusable(error) from error
             loaded.no_truncation()  # a limit in the file would silently cut prompts
             loaded.no_padding()
             peak = memory.peak_memory_bytes()
@@ -331,8 +341,13 @@ def open_tokenizer(
     if not os.path.lexists(path):
         return None
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
-            raise TextError(f"{path} is not a regular file")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block
+            raise TextError(f"{path} cannot be read: it is not a regular file")
+        if status.st_size > _MOST_NBYTES:
+            raise TextError(
+                f"{path} has {status.st_size:,} bytes: it is larger than the {_MOST_NBYTES:,} such a file may have"
+            )
         path.open("rb").close()
     except FileNotFoundError as error:
         raise TextError(f"{path} is a link to a file that does not exist") from error
@@ -496,7 +511,9 @@ def _find_eos_ids(
     config: Mapping[str, Any],
     special_ids: frozenset[int],
 ) -> frozenset[int]:
-    """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case."""
+    """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case. A name that is no
+    token of the vocabulary ends nothing.
+    """
     eos_ids = set(eos_ids_of(config) | eos_ids_of(sidecar.generation_config))
     named = sidecar.special_token("eos_token")
     if named is not None and (token_id := token_to_id(named)) is not None:
