@@ -29,6 +29,7 @@ from spile.errors import (
     OptionError,
     SpileError,
     TextError,
+    clean,
     quote,
 )
 from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, check_prompt, generate, join
@@ -561,4 +562,4 @@ class Model:
 
 
 def warn_of(note: str) -> None:
-    warnings.warn(note, stacklevel=3)
+    warnings.warn(clean(note), stacklevel=3)

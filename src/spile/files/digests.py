@@ -31,7 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spile.errors import CheckpointError, ReadError, WriteError
+from spile.errors import CheckpointError, ReadError, WriteError, clean
 from spile.files.checkpoint import LARGEST_CONFIG_NBYTES, Checkpoint, read_json_object
 from spile.files.whole import read_whole
 
@@ -152,7 +152,7 @@ def check_files(
 
 
 def describe(check: FileCheck) -> list[str]:
-    """Return the check as lines for a person."""
+    """Return the check as lines for a person. Names in it are foreign."""
     lines = []
     size = f"{check.num_digests:,} digests over {check.nbytes / 1e6:,.0f} MB in {check.seconds:.1f} s"
     if check.damaged:
@@ -167,7 +167,7 @@ def describe(check: FileCheck) -> list[str]:
         lines.append(f"files: recorded, not compared: no older digests of this model were found ({size})")
     if check.recorded_in is not None:
         lines.append(f"  recorded in {check.recorded_in}")
-    return lines + [f"  {note}" for note in check.notes]
+    return [clean(line) for line in (*lines, *(f"  {note}" for note in check.notes))]
 
 
 class _Meter:
