@@ -40,9 +40,11 @@ JSON_FILES = (
     "shard",
 )
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 64, 128, 2**31, 2**63, 10**30, -(2**40), 0.5, -0.0, 1e308, float("nan"), float("inf"),
-    "", " ", "x", "\x1b[31mred", "\u202e", "\ud800", "\0", "../../etc/passwd", "a" * 100_000, [], {}, [[]], [0], [None], {"a": 1},
-    "{{ 'x'.center(900000000) }}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "<|im_end|>",
+    None, True, False, 0, 1, -1, 2, 7, 64, 128, 2**31, 2**63, 10**30, -(2**40), 0.5, -0.0, 1e308, float("nan"),
+    float("inf"), "", " ", "x", "\x1b[31mred", "\u202e", "\ud800", "\0", "../../etc/passwd", "a" * 100_000, [], {},
+    [[]], [0], [None], {"a": 1},
+    "{{ 'x'.center(900000000) }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "<|im_end|>",
 )  # fmt: skip
 
 
