@@ -13,7 +13,7 @@ It does not know tokens' ids or templates beyond their text. Ordinary text is ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Marks:
         All strings in it are text of users and tools, but for those of an assistant's messages.
         """
         texts = list(_texts(given))
-        if not any(map(self._text.has, texts)):
+        if not any(map(self._text.has, set(texts))):
             return given, None
         characters = sorted(self._text.characters)
         table = dict(zip(map(ord, characters), _unused(len(characters), texts), strict=True))
@@ -114,55 +114,64 @@ def _texts(value: Any) -> Iterator[str]:
 class _Finder:
     """Finds what is a mark in a text, or could become one with what stands beside it.
 
-    Within a text that is two characters of a mark's punctuation in a row (`<|`, `|>`), or a whole mark, in letters
-    of any case; at its ends, a part of a mark of two characters or more.
+    Within a text that is two characters of a mark's punctuation in a row (`<|`, `|>`), or a whole mark without such a
+    pair, in letters of any case; at its ends, a part of a mark of two characters or more.
     """
 
     def __init__(self, marks: Collection[str]) -> None:
-        kinds = {
-            mark: [char for char in mark if _is_punctuation(char)] or [mark[0]] for mark in marks if mark
-        }
-        self.characters = {char for chars in kinds.values() for char in chars}
-        pairs = {
+        self.characters = {char for mark in marks for char in [*filter(_is_punctuation, mark)] or mark[:1]}
+        self._pairs = {
             mark[at : at + 2]
-            for mark in kinds
+            for mark in marks
             for at in range(len(mark) - 1)
-            if all(map(_is_punctuation, mark[at : at + 2]))
+            if _is_punctuation(mark[at]) and _is_punctuation(mark[at + 1])
         }
-        whole = {mark for mark in kinds if not any(pair in mark for pair in pairs)}
-        found = sorted(pairs) + sorted(whole, key=lambda mark: (-len(mark), mark))
-        self._pattern = re.compile("|".join(map(re.escape, found)), re.IGNORECASE) if found else None
-        self._starts = {mark[:end] for mark in kinds for end in range(2, len(mark))}
-        self._ends = {mark[start:] for mark in kinds for start in range(1, len(mark) - 1)}
-        self._marks, self._longest = list(kinds), max(map(len, kinds), default=0)
+        whole = {mark.lower() for mark in marks if not any(pair in mark for pair in self._pairs)}
+        starts = sorted(self._pairs | {mark[:2] for mark in whole})
+        self._pattern = re.compile("|".join(map(re.escape, starts)) or r"(?!)", re.IGNORECASE)
+        self._whole, self._lengths = whole, sorted({len(mark) for mark in whole}, reverse=True)
+        self._firsts, self._lasts = {mark[0] for mark in whole}, {mark[-1] for mark in whole}
+        self._between = "\0" + "\0".join(whole) + "\0"  # what begins or ends one stands here beside a zero
+        self._inside, self._longest = "\0".join(marks), max(map(len, marks), default=0)
 
     def has(self, text: str) -> bool:
         """Whether there is anything to replace."""
-        return bool(self._pattern and self._pattern.search(text)) or any(self._at_ends(text))
+        return any(True for _ in self._spans(text))
 
     def replace(self, text: str, table: Mapping[int, int]) -> str:
-        """Return the text with all of it replaced."""
-        if self._pattern is not None:
-            swap: Callable[[re.Match[str]], str] = lambda match: match.group().translate(table)  # noqa: E731
-            text = self._pattern.sub(swap, text)
-        first, last = self._at_ends(text)
-        if first:
-            text = text[:first].translate(table) + text[first:]
-        if last:
-            text = text[: len(text) - last] + text[len(text) - last :].translate(table)
-        return text
+        """Return the text with all of it replaced, character by character."""
+        pieces, done = [], 0
+        for begin, end in sorted(self._spans(text)):
+            if end > done:
+                begin = max(begin, done)
+                pieces += [text[done:begin], text[begin:end].translate(table)]
+                done = end
+        return "".join([*pieces, text[done:]])
 
-    def _at_ends(self, text: str) -> tuple[int, int]:
-        """Return how many characters of a text's beginning, and of its end, are to be replaced."""
-        bare = text.strip()
-        before, after = len(text) - len(text.lstrip()), len(text) - len(text.rstrip())
-        is_part = len(bare) < self._longest and any(bare in mark for mark in self._marks)
-        if is_part and any(map(_is_punctuation, bare)):
-            return len(text), 0
-        sizes = range(min(len(bare), self._longest - 1), 1, -1)
-        first = next((before + size for size in sizes if bare[:size] in self._ends), 0)
-        last = next((after + size for size in sizes if bare[-size:] in self._starts), 0)
-        return first, last
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where something is to be replaced, in no order."""
+        for match in self._pattern.finditer(text):
+            begin, end = match.span()
+            if match.group() in self._pairs:
+                yield begin, end
+                continue
+            for length in self._lengths:
+                if text[begin : begin + length].lower() in self._whole:
+                    yield begin, begin + length
+                    break
+        begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        is_short = 1 < end - begin < self._longest
+        if is_short and any(map(_is_punctuation, text[begin:end])) and text[begin:end] in self._inside:
+            yield begin, end
+        sizes = range(2, min(end - begin, self._longest - 1) + 1)
+        for size in sizes:
+            if (
+                text[begin + size - 1] in self._lasts
+                and f"{text[begin : begin + size].lower()}\0" in self._between
+            ):
+                yield begin, begin + size
+            if text[end - size] in self._firsts and f"\0{text[end - size : end].lower()}" in self._between:
+                yield end - size, end
 
 
 def _is_punctuation(char: str) -> bool:
