@@ -108,6 +108,7 @@ class Model:
         self._renderer = renderer or Renderer(has_budget=memory_bytes is not None)
         self._parse_special = parse_special
         self._marks: Marks | None = None
+        self._knows_bytes = False  # whether the tokenizer's were looked at
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
@@ -417,6 +418,12 @@ class Model:
         self._check_length(source.text)
         self._make_room(tokenizer, source.text)
         token_ids = tokenizer.encode(source.text, add_bos, source.hidden)
+        if not self._knows_bytes:
+            self._knows_bytes = True
+            if lost := tokenizer.num_lost_bytes:
+                self._on_note(
+                    f"this tokenizer has no entry for {lost} bytes: texts lose the characters that have them"
+                )
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise TextError(

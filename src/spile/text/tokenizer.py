@@ -43,6 +43,7 @@ _FILE_FACTOR = 3
 _CHARACTER_NBYTES = 200  # of what `tokenizers` returns: 57 for 200,000 characters, 178 for two million
 _TABLE_CHARACTER_NBYTES = 130  # with a table: three ids for a character at most, and words of 60 bytes
 _SPREAD = 1.2  # a second load finds memory in pieces: 79 MB where the first took 70
+_TEXT_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # of UTF-8
 _CHATML_END = ("<|im_end|>", "<|endoftext|>")
 
 
@@ -169,6 +170,20 @@ class Tokenizer:
     def has_bytes(self) -> bool:
         """Whether an entry's bytes are the same whatever stands beside it. Loads on the first use."""
         return self._known().offsets is not None
+
+    @property
+    def num_lost_bytes(self) -> int:
+        """How many of the bytes that text can have are in no entry: `tokenizers` leaves them out. Loads on the first
+        use.
+        """
+        vocabulary = self._known()
+        if vocabulary.offsets is None:
+            return 0
+        import numpy as np
+
+        offsets, blob = np.frombuffer(vocabulary.offsets, np.uint32), np.frombuffer(vocabulary.blob, np.uint8)
+        single = blob[offsets[:-1][np.diff(offsets) == 1]]
+        return len(_TEXT_BYTES.difference(single.tolist()))
 
     @property
     def bos_id(self) -> int | None:
