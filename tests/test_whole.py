@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import random
 import shutil
 import socket
 import time
@@ -17,6 +19,7 @@ from spile.errors import SpileError, TextError
 from spile.files.whole import read_whole
 from spile.making.synth import PRESETS, write_checkpoint
 
+ROOT = Path(__file__).parents[1]
 FILES = [
     "config.json",
     "generation_config.json",
@@ -129,3 +132,23 @@ def test_half_of_a_surrogate_pair_in_a_source_to_convert_is_one_sentence(
     (source / "config.json").write_text(text.replace("{", '{"note": "\\uDFFF",', 1))
     with pytest.raises(SpileError, match="half of a surrogate pair"):
         spile.load(source)
+
+
+def test_damaged_folders_are_refused_in_a_sentence_or_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of what tools/fuzz_folders.py does by thousands."""
+    spec = importlib.util.spec_from_file_location("fuzz_folders", ROOT / "tools" / "fuzz_folders.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fuzz = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzz)
+    monkeypatch.setattr("spile.text.renderer.LIMIT_SECONDS", 0.3)
+    bases = fuzz.make_bases(tmp_path)
+    ends = {fuzz.run_one(base)[0] for base in bases}
+    assert ends == {"answered"}
+    for seed in (*range(25), 2747):
+        rng = random.Random(seed)
+        folder = Path(shutil.copytree(rng.choice(bases), tmp_path / f"m{seed}"))
+        what = fuzz.mutate(rng, folder)
+        assert fuzz.run_one(folder)[0] in ("answered", "refused"), (seed, what)

@@ -149,6 +149,15 @@ def mutate_file(rng: random.Random, path: Path) -> None:
 
 def mutate(rng: random.Random, folder: Path) -> str:
     """Damage one file of a folder; say which and how."""
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)  # to write what is nested deeply
+    try:
+        return _mutate(rng, folder)
+    finally:
+        sys.setrecursionlimit(usual)
+
+
+def _mutate(rng: random.Random, folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     shard = rng.choice([name for name in names if name.endswith(".safetensors")])
     name = rng.choice(JSON_FILES)
@@ -275,7 +284,6 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for the damaged model")
     parser.add_argument("--verbose", action="store_true", help="a line for each folder")
     asked = parser.parse_args()
-    sys.setrecursionlimit(20_000)  # to write what is nested deeply
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="spile-fuzz-") as temporary:
         os.environ["XDG_CACHE_HOME"] = temporary

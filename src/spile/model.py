@@ -388,7 +388,7 @@ class Model:
                 f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
                 "Put the model's tokenizer.json beside its weights.",
             )
-        tokenizer = self.tokenizer
+        tokenizer, is_first = self.tokenizer, self._marks is None
         if not rendering.raw and self._sidecar.chat_template is not None:
             self._renderer.start()  # while the tokenizer is read
         try:
@@ -403,7 +403,7 @@ class Model:
             with self._alone():
                 return self._encode_text(tokenizer, source, add_bos)
         finally:
-            if not tokenizer.keep:
+            if is_first and not tokenizer.keep:  # the marks were read, and perhaps nothing was encoded then
                 tokenizer.release()
 
     def _found_marks(self, tokenizer: Tokenizer) -> Marks:

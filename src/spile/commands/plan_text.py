@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "process": "interpreter, libraries, text",
-    "reserved": "the chat template's process, at most",
+    "reserved": "what the chat template's process and requests may take",
     "weights": "attention, routers, norms, row alphas",
     "head": "resident rows of the head, buffers for the others",
     "kv": "keys and values of a full context",
