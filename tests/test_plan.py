@@ -64,6 +64,14 @@ def plan_of(model: MapleModel, **options: Any) -> Plan:
     return make_plan(model, ExpertTable(model), EngineOptions(**options))
 
 
+def test_what_others_reserve_is_a_part_of_the_plan(model: MapleModel) -> None:
+    floor, more = floor_of(model), floor_of(model, reserved_bytes=24_000_000)
+    assert more - floor == 24_000_000
+    made = plan_of(model, memory_bytes=more, reserved_bytes=24_000_000)
+    assert made.parts.reserved == 24_000_000
+    assert made.parts.total <= more
+
+
 def floor_of(model: MapleModel, **options: Any) -> int:
     """Return what the refusal of a far too small budget says is the smallest one."""
     with pytest.raises(BudgetError) as caught:

@@ -140,6 +140,12 @@ class TemplateFlags:
             "--template-args", metavar="JSON", help="More arguments of the template, an object.", panel=PROMPT
         ),
     ] = None
+    parse_special: Annotated[
+        bool,
+        option(
+            "--parse-special", help="Marks such as <|im_end|> in messages count.", panel=PROMPT, hidden=True
+        ),
+    ] = False
     think: Annotated[
         str,
         option(
@@ -360,6 +366,7 @@ class EngineFlags:
             prompt_cache=prompts.prompt_cache,
             prompt_cache_limit=parse_size(prompts.prompt_cache_limit, name="--prompt-cache-limit"),
             chat_template=template.chat_template,
+            parse_special=template.parse_special,
             offline=self.offline,
             on_note=note,
         )

@@ -88,6 +88,7 @@ def plan(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import USUAL_ROUTING, forecast
     from spile.residency.plan import make_plan, memory_now
+    from spile.text.renderer import RESERVED_NBYTES
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
@@ -102,7 +103,8 @@ def plan(
             return
         options.check_experts(maple.config.num_experts, maple.config.num_experts_per_tok)
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
-        _load_text(files.folder)
+        if _load_text(files.folder):
+            options = replace(options, reserved_bytes=RESERVED_NBYTES)
         now = memory_now()
         made = make_plan(maple, ExpertTable(maple), options, now)
         measured = _probe(maple, made, options, files) if probe else None
@@ -182,12 +184,13 @@ def _add_speeds(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import forecast, routing_of
     from spile.residency.plan import memory_now
+    from spile.text.renderer import RESERVED_NBYTES
 
     with _opened(source, offline) as (maple, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
         routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
-        _load_text(files.folder)
-        now, table, options = memory_now(), ExpertTable(maple), EngineOptions()
+        options = EngineOptions(reserved_bytes=RESERVED_NBYTES if _load_text(files.folder) else 0)
+        now, table = memory_now(), ExpertTable(maple)
         plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
         probe = _probe(maple, plans[0], options, files)
         for row, made in zip(rows, plans, strict=True):
@@ -301,8 +304,10 @@ def _routing(path: Path, maple: MapleModel) -> Routing:
     return routing_of(recorded.ids, recorded.num_experts, maple.config, str(path))
 
 
-def _load_text(folder: Path) -> None:
-    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
+def _load_text(folder: Path) -> bool:
+    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan. Say whether there
+    is a chat template.
+    """
     import spile.commands.generate
     import spile.console.terminal
     import spile.engines.cpu.engine  # noqa: F401
@@ -310,6 +315,7 @@ def _load_text(folder: Path) -> None:
     with _opened_text(folder) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=model.chat_template is None)
+        return model.tokenizer is not None and model.chat_template is not None
 
 
 def _opened_text(folder: Path) -> Model:
