@@ -19,6 +19,7 @@ from spile.architectures.flash_head import open_flash_head
 from spile.architectures.maple import MapleModel
 from spile.engines.base import Counters, State
 from spile.engines.cpu.decoder import make_decoder
+from spile.engines.cpu.faults import raise_fault
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.state import CpuState
@@ -48,7 +49,7 @@ class CpuEngine:
         Raises: BudgetError, OptionError, ReadError, CheckpointError.
         """
         config = model.config
-        self._config = config
+        self._model, self._config = model, config
         self.vocab_size = config.vocab_size
         self.num_experts = config.num_experts
         self._isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
@@ -313,6 +314,7 @@ class CpuEngine:
                 at = first_wanted - (total - num_logits)
                 self._decoder.finish(end - first_wanted)
                 self._head.logits(self._decoder, out[at : at + end - first_wanted])
+                self._check_finite(token_ids[start:end])
             state.cache.position += end - start
         return out
 
@@ -354,8 +356,19 @@ class CpuEngine:
                     for some_ids, places in batches:
                         decoder.experts(layer, some_ids, places)
                 decoder.combine()
+            self._check_finite(token_ids)
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
+
+    def _check_finite(self, token_ids: Sequence[int]) -> None:
+        """Say so if the decoder met a value that is not finite in the chunk that it is at.
+
+        Raises: CheckpointError or ModelError naming it.
+        """
+        fault = self._decoder.take_fault()
+        if fault is not None:
+            flash = self._head.flash if isinstance(self._head, ClusteredHead) else None
+            raise_fault(self._model, fault, token_ids, flash)
 
     def _foretell(self, layer: int) -> Foretell | None:
         """Return what guesses a layer's experts, where reading some before it asks may pay: from the disk."""
