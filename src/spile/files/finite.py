@@ -15,6 +15,7 @@ from spile.files.checkpoint import Tensor, read_into
 
 # Bits of a value's exponent, all of which are set where it is infinite or no number.
 _EXPONENTS = {"BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00), "F32": (np.uint32, 0x7F800000)}
+DAMAGED_HINT = "The file is damaged: 'spile verify' compares it with its record. Download it again."
 _PIECE_NBYTES = 2**20  # read at a time: no plan has counted more
 
 
@@ -41,5 +42,5 @@ def check_finite(shards: Sequence[Path], tensors: Iterable[tuple[Tensor, int | N
                 raise CheckpointError(
                     f"tensor {quote(tensor.name)} of {shards[tensor.shard].name} holds a value that is not finite "
                     f"at {[int(index) for index in place]}",
-                    "The file is damaged: 'spile verify' compares it with its record. Download it again.",
+                    DAMAGED_HINT,
                 )

@@ -21,7 +21,7 @@ from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_
 from spile.engines.mlx.plan import MlxPlan
 from spile.engines.mlx.state import CopyableMlxState, MlxState
 from spile.engines.mlx.streaming import Streaming, check_io
-from spile.errors import ContextError, OptionError, UnsupportedModelError
+from spile.errors import ContextError, ModelError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
 from spile.options import EngineOptions
@@ -232,6 +232,12 @@ class MlxEngine:
                 f"config.json says vocab_size {self.vocab_size:,} and the model gives {logits.shape[-1]:,} logits"
             )
         array: NDArray[np.float32] = np.array(logits)
+        # A clustered head gives minus infinity to tokens that it does not score.
+        if np.isnan(array.max()) or (not self._options.flash_head and not np.isfinite(array).all()):
+            raise ModelError(
+                "the model's logits are not finite, though its resident weights and the experts' scales are",
+                "The weights are damaged, or not those of this config; 'spile verify' compares them with a record.",
+            )
         return array[:, : self.vocab_size]
 
     def _new_caches(self) -> list[Any]:

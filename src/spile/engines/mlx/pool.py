@@ -19,11 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.engines.mlx.experts import ExpertLayer, Layout, Piece
+from spile.errors import CheckpointError
+from spile.files.finite import DAMAGED_HINT
 from spile.residency.policy import Policy
 from spile.residency.store import PAGE_NBYTES, Store
 
 _FREE = -1
-_SIGN_BYTE = np.uint8(0x80)
+# Bits of an exponent, all of which are set where a value is infinite or no number.
+_INFINITIES: dict[Any, tuple[Any, Any]] = {
+    mx.bfloat16: (np.uint16, np.uint16(0x7F80)),
+    mx.float16: (np.uint16, np.uint16(0x7C00)),
+    mx.float32: (np.uint32, np.uint32(0x7F800000)),
+}
 
 
 class Bank:
@@ -80,6 +87,22 @@ class Bank:
             strides.insert(0, strides[0] * size)
         return mx.as_strided(array, (num_rows, *array.shape[1:]), strides)
 
+    def check_finite(self, slot: int, layer: ExpertLayer, expert: int) -> None:
+        """Look at a slot's scales, biases and offsets, which a clamp could hide when they are not finite; not at
+        unquantized weights, whose products show it.
+
+        Raises: CheckpointError.
+        """
+        for part, rows in zip(self.layout, self.rows, strict=True):
+            if part.dtype not in _INFINITIES or part.name.endswith("weight"):
+                continue
+            dtype, infinity = _INFINITIES[part.dtype]
+            if (rows[slot].view(dtype) & infinity == infinity).any():
+                raise CheckpointError(
+                    f"{layer.path}.{part.name}: expert {expert} holds a value that is not finite",
+                    DAMAGED_HINT,
+                )
+
     def fill(self, slot: int, piece: Piece, data: NDArray[np.uint8]) -> None:
         """Put what was read for a piece that is no whole part, the bytes of its span, in place."""
         part, view = self.layout[piece.part], piece.view
@@ -128,6 +151,7 @@ class Pool:
         self._pending: list[Any] = []  # results that read slots and may not be evaluated yet
         self._loading: list[Load] = []
         self._last_layer = len(layers)
+        self._looked_at = np.zeros(len(layers) * self.num_experts, bool)  # whose values were found finite
         self._tables: dict[int, Any] = {}  # layer -> slot of each expert [E], where all are there for good
         self.hits = self.misses = self.evictions = 0
 
@@ -269,6 +293,10 @@ class Pool:
             self._store.wait(load.ticket)
             for piece, data in load.staged:
                 bank.fill(load.slot, piece, data)
+            if not self._looked_at[load.key]:
+                layer, expert = divmod(load.key, self.num_experts)
+                bank.check_finite(load.slot, self._layers[layer], expert)
+                self._looked_at[load.key] = True
             self._loading.pop(0)
             bank.slot_to_key[load.slot] = load.key
             self._key_to_slot[load.key] = load.slot
