@@ -226,7 +226,9 @@ def test_engines_that_are_off_by_more_than_rounding_do_not_agree(tmp_path: Path)
 
 
 def certificate(rows: tuple[Row, ...], **fields: object) -> Report:
-    made = Report(model="m", text="t", num_tokens=4, num_decoded=1, kv_bits=16, kv_v_bits=None, rows=rows)
+    made = Report(
+        model="m", text="t", num_tokens=4, num_decoded=1, kv_bits=16, kv_v_bits=16, kv_ring_bits=16, rows=rows
+    )
     return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
 
 

@@ -62,7 +62,8 @@ class Report:
     num_tokens: int
     num_decoded: int
     kv_bits: int
-    kv_v_bits: int | None
+    kv_v_bits: int
+    kv_ring_bits: int
     rows: tuple[Row, ...]
     files: Any | None = field(default=None)  # a digests.FileCheck, or None when the files were not looked at
     is_across_engines: bool = False  # both engines were asked for
@@ -94,7 +95,8 @@ class Report:
             "num_tokens": self.num_tokens,
             "num_decoded": self.num_decoded,
             "kv_bits": self.kv_bits,
-            "kv_v_bits": self.kv_bits if self.kv_v_bits is None else self.kv_v_bits,
+            "kv_v_bits": self.kv_v_bits,
+            "kv_ring_bits": self.kv_ring_bits,
             "rows": [row.as_dict() for row in self.rows],
             "files": None if self.files is None else self.files.as_dict(),
             "agreements": [{**asdict(each), "ok": each.ok} for each in self.agreements],
@@ -138,6 +140,7 @@ def verify(
     decoded: int = DECODED,
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     files: bool = True,
     manifest: Path | None = None,
     record: bool = False,
@@ -166,6 +169,7 @@ def verify(
     from spile.files.digests import check_files
     from spile.files.hub import resolve
     from spile.options import EngineOptions
+    from spile.residency.kv import asked_format
 
     if engine not in ENGINES:
         raise OptionError(f"engine is {quote(engine)}: it must be one of {', '.join(ENGINES)}")
@@ -217,7 +221,8 @@ def verify(
     if files:
         check = check_files(model.checkpoint, manifest=manifest, record=record, on_progress=on_progress)
 
-    task = Task(folder, tuple(ids), decoded, kv_bits, kv_v_bits)
+    kv = asked_format(EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
+    task = Task(folder, tuple(ids), decoded, kv.key_bits, kv.value_bits, kv.ring_bits)
     rows: list[Row] = []
 
     def add(configuration: Configuration, keep: Path | None) -> bool:
@@ -253,8 +258,9 @@ def verify(
         text=text,
         num_tokens=tokens,
         num_decoded=decoded,
-        kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits,
+        kv_bits=kv.key_bits,
+        kv_v_bits=kv.value_bits,
+        kv_ring_bits=kv.ring_bits,
         rows=tuple(rows),
         files=check,
         is_across_engines=engine == "both",

@@ -54,7 +54,8 @@ class Task:
     token_ids: tuple[int, ...]
     num_decoded: int  # tokens after them
     kv_bits: int
-    kv_v_bits: int | None  # None: as keys
+    kv_v_bits: int
+    kv_ring_bits: int  # of sliding layers
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         io=settings["io"],
         kv_bits=32 if needs_float32 else task["kv_bits"],
         kv_v_bits=None if needs_float32 else task["kv_v_bits"],
+        kv_ring_bits=None if needs_float32 else task["kv_ring_bits"],
         activation_bytes=3 if settings["is_precise"] else 2,
         context=len(ids) + decoded,
     )

@@ -46,12 +46,13 @@ def write_dump(
     *,
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     activation_bytes: int = 2,
 ) -> None:
     """Write the dump of a model with row alphas or group scales."""
     model = open_maple(open_checkpoint(folder))
     config, checkpoint = model.config, model.checkpoint
-    kv = kv_format(config, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits))
+    kv = kv_format(config, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
     header = struct.pack(
         "<8s18if4xd",
         b"SPILEFW2",
@@ -132,9 +133,9 @@ def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]
     dumps: dict[str, tuple[Path, list[int], dict[str, int]]] = {
         "golden": (GOLDEN / "mlx-2bit", golden_ids, {}),
         "golden32": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 32, "activation_bytes": 3}),
-        "golden8": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 8, "kv_v_bits": 4}),
+        "golden8": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 8, "kv_v_bits": 4, "kv_ring_bits": 8}),
         "tails": (folder / "tails", tails_ids, {}),
-        "tails4": (folder / "tails", tails_ids, {"kv_bits": 4}),
+        "tails4": (folder / "tails", tails_ids, {"kv_bits": 4, "kv_ring_bits": 4}),
     }
     for name, (model, ids, options) in dumps.items():
         write_dump(model, folder / f"{name}.dump", ids, **options)

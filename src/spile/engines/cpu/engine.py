@@ -28,7 +28,7 @@ from spile.errors import BudgetError, ContextError, OptionError
 from spile.machine import memory_limit_bytes, physical_cores
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
-from spile.residency.kv import kv_format, kv_nbytes
+from spile.residency.kv import group_size, kv_format, kv_nbytes
 from spile.residency.mapped import MappedExperts, Touch
 from spile.residency.plan import make_plan
 from spile.residency.policy import Policy
@@ -67,6 +67,7 @@ class CpuEngine:
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
             "kv_v_bits": self.kv_format.value_bits,
+            **({"kv_ring_bits": self.kv_format.ring_bits} if any(config.layer_is_sliding) else {}),
             "activation_bytes": options.activation_bytes,
         }
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
@@ -258,9 +259,16 @@ class CpuEngine:
         budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
         plural = "" if self._threads == 1 else "s"
         return (
-            f"{budget}{experts}, KV {self.kv_format.describe(self._config)}, "
+            f"{budget}{experts}, KV {self._kv_text}, "
             f"context {self.context:,}, prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, "
             f"{self._isa}"
+        )
+
+    @property
+    def _kv_text(self) -> str:
+        config = self._config
+        return self.kv_format.describe(
+            has_rings=any(config.layer_is_sliding), group=group_size(config.head_dim)
         )
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spile.architectures import find_model_type
 from spile.engines.base import Counters, State
 from spile.engines.mlx import adapter
-from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
+from spile.engines.mlx.cache import WHOLE, WHOLE_BITS, QuantizedCache, kv_format, make_caches, ring_cache
 from spile.engines.mlx.plan import MlxPlan
 from spile.engines.mlx.state import CopyableMlxState, MlxState
 from spile.engines.mlx.streaming import Streaming, check_io
@@ -25,7 +25,6 @@ from spile.errors import ContextError, ModelError, OptionError, UnsupportedModel
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
 from spile.options import EngineOptions
-from spile.residency.kv import LEAST_RING_BITS
 from spile.sizes import format_size
 
 # Goes up when any bit of what a state holds for the same model, tokens, options and versions changes.
@@ -56,7 +55,8 @@ class MlxEngine:
             self._model.model.activation_dtype = mx.float32
         if options.flash_head:
             self._approximation = use_clustered_head(self._model, checkpoint, vocab_size)
-        self._kv = asked_format(options)
+        self._kv = kv_format(options)
+        self._has_rings = any(isinstance(cache, ring_cache()) for cache in self._new_caches())
         self._check_caches()
         self._streaming = Streaming(
             self._model,
@@ -72,6 +72,7 @@ class MlxEngine:
             "prefill chunk": self.prefill_chunk,
             "kv_bits": self._kv.key_bits,
             "kv_v_bits": self._kv.value_bits,
+            **({"kv_ring_bits": self._kv.ring_bits} if self._has_rings else {}),
             "activation bytes": options.activation_bytes,
             "versions": adapter.versions(),
             "device": f"{_device()}, {mx.device_info().get('device_name', 'unknown')}",
@@ -95,16 +96,16 @@ class MlxEngine:
             notes.append("threads does nothing on the mlx engine: MLX has threads of its own")
         if self._options.prompt_cache_bytes and not isinstance(self.new_state(), CopyableMlxState):
             notes.append(f"every prompt is read anew: {self._obstacle()}")
-        if self._kv != WHOLE:
-            kinds = {type(cache) for cache in self._new_caches()}
-            kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache, QuantizedRing})
+        if min(self._kv.key_bits, self._kv.value_bits) < WHOLE_BITS:
+            kinds = {type(cache) for cache in self._new_caches() if not isinstance(cache, ring_cache())}
+            kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache})
             if kept:
-                notes.append(f"KV {describe(self._kv)}: layers with {' or '.join(kept)} keep 16 bits")
-            if QuantizedRing in kinds and self._kv.ring != self._kv:
-                notes.append(
-                    f"KV {describe(self._kv)}: layers with a window keep {LEAST_RING_BITS} bits at least"
-                )
+                notes.append(f"KV {self._kv_text}: layers with {' or '.join(kept)} keep 16 bits")
         return tuple(notes)
+
+    @property
+    def _kv_text(self) -> str:
+        return self._kv.describe(has_rings=self._has_rings)
 
     @property
     def memory_text(self) -> str:
@@ -181,7 +182,7 @@ class MlxEngine:
     def summary(self) -> str:
         more = f", {self._approximation}" if self._approximation else ""
         return (
-            f"{self._streaming.summary()}, KV {describe(self._kv)}, context {self.context:,}, prefill chunk "
+            f"{self._streaming.summary()}, KV {self._kv_text}, context {self.context:,}, prefill chunk "
             f"{self.prefill_chunk}, mlx {_device()}{more}"
         )
 
@@ -262,8 +263,8 @@ class MlxEngine:
         except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise OptionError(
-                f"KV {describe(self._kv)}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
-                "Leave out --kv-bits and --kv-v-bits.",
+                f"KV {self._kv_text}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
+                "Leave out --kv-bits, --kv-v-bits and --kv-ring-bits.",
             ) from error
 
 

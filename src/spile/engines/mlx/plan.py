@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from spile.architectures.foreign import CHOSEN_NAMES
 from spile.engines.mlx import adapter
-from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, asked_format, make_caches
+from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, kv_format, make_caches
 from spile.engines.mlx.copying import STEP, Layers, find_layers
 from spile.engines.mlx.experts import ExpertLayer, Layout
 from spile.errors import BudgetError
@@ -121,7 +121,7 @@ def make_plan(
     for layer in layers:
         all_slots[layer.layout] = all_slots.get(layer.layout, 0) + layer.num_experts
     expert_nbytes = _slots_nbytes(all_slots)
-    kv = asked_format(options)
+    kv = kv_format(options)
     caches = measure_caches(model, lambda: make_caches(model, kv))
     copied = find_layers(model, lambda: make_caches(model, kv))
     cache_limit = min(max(LEAST_CACHE_NBYTES, int(CACHE_SHARE * room)), MOST_CACHE_NBYTES)
