@@ -24,7 +24,16 @@ from spile.errors import BudgetError
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
-from spile.residency.plan import AVAILABLE_SHARE, CHUNK_SHARE, CHUNKS, KV_SHARE, LEAST_CONTEXT, Parts
+from spile.residency.plan import (
+    AVAILABLE_SHARE,
+    CHUNK_SHARE,
+    CHUNKS,
+    KV_SHARE,
+    LEAST_CONTEXT,
+    Parts,
+    give,
+    smaller_asks,
+)
 from spile.sizes import format_size
 
 MakeCaches = Callable[[], list[Any]]
@@ -171,7 +180,7 @@ def make_plan(
         raise BudgetError(
             f"this model needs {format_size(needed)} with a context of {context:,} tokens and a prefill chunk of "
             f"{chunk}, and the budget is {format_size(room)}",
-            f"Give --memory {-(-needed // 1_000_000)}MB or more.",
+            give([f"--memory {-(-needed // 1_000_000)}MB or more", *smaller_asks(options)]),
         )
     if is_resident:
         slots = dict(all_slots)
