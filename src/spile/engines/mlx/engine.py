@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures import find_model_type
+from spile.architectures.maple import MapleConfig, parse_config
 from spile.engines.base import Counters, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, WHOLE_BITS, QuantizedCache, kv_format, make_caches, ring_cache
@@ -29,6 +30,10 @@ from spile.sizes import format_size
 
 # Goes up when any bit of what a state holds for the same model, tokens, options and versions changes.
 ARITHMETIC = 1
+# Of quantized weights, a second, on MLX's CPU backend, and from how many seconds a token on a user is told. Source: our
+# measurement on the full-size Maple, 0.02 tokens of 1.2 G products a second (mlx 0.32.4, two cores, 2026-11-30).
+CPU_PRODUCTS = 2.4e7
+SLOW_SECONDS = 2.0
 
 
 class MlxEngine:
@@ -50,6 +55,10 @@ class MlxEngine:
         self.exact = not options.flash_head
         self._approximation: str | None = None
         self._closed = False
+        is_slow = is_maple and _device() == "CPU"
+        self._seconds_per_token = (
+            products_per_token(parse_config(checkpoint.config)) / CPU_PRODUCTS if is_slow else 0.0
+        )
         self._model = adapter.load_lazily(checkpoint)
         if options.activation_bytes == 3:
             self._model.model.activation_dtype = mx.float32
@@ -90,6 +99,11 @@ class MlxEngine:
     def notes(self) -> tuple[str, ...]:
         """What did not go as asked, one line each."""
         notes = [] if self._approximation is None else [self._approximation]
+        if self._seconds_per_token > SLOW_SECONDS:
+            notes.append(
+                f"MLX has no GPU here, and its CPU backend runs this model at about "
+                f"{1 / self._seconds_per_token:.1g} tokens a second: use --engine cpu, which is made for that"
+            )
         if not self.plan.num_experts:
             notes.append("this model has no experts: all of it is resident, nothing is streamed")
         if self._options.threads is not None:
@@ -266,6 +280,15 @@ class MlxEngine:
                 f"KV {self._kv_text}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
                 "Leave out --kv-bits, --kv-v-bits and --kv-ring-bits.",
             ) from error
+
+
+def products_per_token(config: MapleConfig) -> int:
+    """Count the multiplications of one token's linear layers."""
+    D, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    attention = 2 * D * heads * config.head_dim
+    experts = config.num_moe_layers * config.num_experts_per_tok * 3 * D * config.moe_intermediate_size
+    dense = (config.num_hidden_layers - config.num_moe_layers) * 3 * D * config.intermediate_size
+    return config.num_hidden_layers * attention + experts + dense + config.vocab_size * D
 
 
 def _check_options(options: EngineOptions, *, is_maple: bool) -> None:

@@ -186,6 +186,11 @@ def make_plan(
         slots = dict(all_slots)
     elif slots is None:
         slots = _share(all_slots, least, room - parts(0).total)
+    planned = parts(_slots_nbytes(slots))
+    if budget is None and not is_resident:
+        budget = (
+            planned.total
+        )  # what it will take, which is less than what is free where slots were asked for
     return MlxPlan(
         is_resident=is_resident,
         slots=slots,
@@ -196,8 +201,8 @@ def make_plan(
         prefill_chunk=chunk,
         context=context,
         cache_limit=cache_limit,
-        budget_nbytes=None if budget is None and is_resident else room,
-        parts=parts(_slots_nbytes(slots)),
+        budget_nbytes=budget,
+        parts=planned,
     )
 
 

@@ -141,11 +141,13 @@ class Pool:
         self, layers: Sequence[ExpertLayer], store: Store, policy: Policy, num_slots: dict[Layout, int],
         num_pinned: int = 0,
     ) -> None:  # fmt: skip
-        """`num_slots` says how many of each layout; the first `num_pinned` experts of a layer stay once read."""
+        """`num_slots` says how many of each layout; the first `num_pinned` experts of a layer stay once read, which
+        `read_pinned` does.
+        """
         assert not store.is_direct, "reads land in arrays, which start anywhere in a page"
         self._layers, self._store, self._policy = list(layers), store, policy
         self.num_experts = max(layer.num_experts for layer in layers)
-        self._num_pinned = num_pinned
+        self.num_pinned = num_pinned
         self._key_to_slot = np.full(len(layers) * self.num_experts, _FREE, np.int32)
         self.banks = {layout: Bank(layout, count) for layout, count in num_slots.items()}
         self._pending: list[Any] = []  # results that read slots and may not be evaluated yet
@@ -186,6 +188,18 @@ class Pool:
         mx.eval(table)
         self._tables[layer] = table
         return table
+
+    def read_pinned(self) -> None:
+        """Read the pinned experts that are not there. None of it counts as asked for.
+
+        Raises: ReadError, CheckpointError.
+        """
+        counted = self.hits, self.misses
+        for layer in self._layers if self.num_pinned else ():
+            experts = np.arange(min(self.num_pinned, layer.num_experts))
+            for _ in self.fetch(layer.index, experts, np.zeros(len(experts), np.int32), split=False):
+                pass
+        self.hits, self.misses = counted
 
     def count_hits(self, num: int) -> None:
         """Count experts that were used by way of a table."""
@@ -314,8 +328,8 @@ class Pool:
         lacking = count - len(taken)
         if lacking > 0:
             candidates = np.flatnonzero(~bank.in_use & (bank.slot_to_key != _FREE))
-            if self._num_pinned:
-                is_pinned = bank.slot_to_key[candidates] % self.num_experts < self._num_pinned
+            if self.num_pinned:
+                is_pinned = bank.slot_to_key[candidates] % self.num_experts < self.num_pinned
                 candidates = candidates[~is_pinned]
             if lacking < len(candidates):
                 rank = self._policy.rank(layer, bank.slot_to_key[candidates])

@@ -75,6 +75,8 @@ class Streaming:
                 for layer in self._layers:
                     layer.attach(self._pool)
             _read_weights(model)
+            if self._pool is not None:
+                self._pool.read_pinned()
         except BaseException:
             put_back(model, self._layers)
             self.close()
@@ -141,7 +143,13 @@ class Streaming:
             return
         whole = max(1, self.plan.parts.experts)
         share = max(0, whole - nbytes) / whole
-        self._resize({layout: max(1, int(count * share)) for layout, count in self.plan.slots.items()})
+        least = self.plan.least_slots if self._pool.num_pinned else {}
+        self._resize(
+            {
+                layout: max(1, min(count, least.get(layout, 1)), int(count * share))
+                for layout, count in self.plan.slots.items()
+            }
+        )
         self._is_lent = True
 
     def take_back(self) -> None:
@@ -164,6 +172,7 @@ class Streaming:
     def _resize(self, slots: dict[Any, int]) -> None:
         assert self._pool is not None, "nothing is streamed"
         self._pool.resize(slots)
+        self._pool.read_pinned()
         for layer in self._layers:
             layer.use_banks()
         mx.clear_cache()
