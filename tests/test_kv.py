@@ -180,7 +180,7 @@ def test_stored_entries_are_within_half_a_step(
 
 @pytest.mark.parametrize("bits", [*FORMATS, (16, 4), (4, 16)])
 def test_positions_can_be_taken_out_and_put_back(bits: tuple[int, int], golden: Path) -> None:
-    engine = opened(golden / "mlx-2bit", bits, prefill_chunk=32)
+    engine = opened(golden / "mlx-2bit", bits, kv_ring_bits=min(bits), prefill_chunk=32)
     one, other = engine.new_state(), engine.new_state()
     ids = ids_of(engine, 150)
     engine.prefill(one, ids)
@@ -332,7 +332,7 @@ def test_prompt_shorter_or_longer_than_the_window_gives_the_same_64_tokens_in_an
 ) -> None:
     written = []
     for chunk in (8, 16, 17, 64, None):
-        engine = opened(golden / "mlx-2bit", bits, prefill_chunk=chunk)
+        engine = opened(golden / "mlx-2bit", bits, kv_ring_bits=min(bits), prefill_chunk=chunk)
         state = engine.new_state()
         row, ids = engine.prefill(state, ids_of(engine, num_tokens)), []
         for _ in range(64):
