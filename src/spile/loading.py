@@ -44,6 +44,7 @@ def load(
     io: str = "auto",
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
@@ -65,14 +66,14 @@ def load(
 
     `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
     what the machine has. `threads` None means the physical cores. `io` is auto, buffered, direct or mapped;
-    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone; `activation_bytes` 3 is for
-    comparisons. `chat_template` is a file with a Jinja template to use instead of the model's own.
-    With `parse_special` a mark such as `<|im_end|>` that stands in a message counts as one; else it is text.
-    `prompt_cache_bytes` of the budget keep what was read of earlier prompts, so that one that begins alike is
-    not read again; a folder `prompt_cache` keeps it across runs, up to `prompt_cache_limit`. `flash_moe`,
-    `active_experts`, `shared_experts` and `reselect_every` size the pool by experts a layer instead of bytes
-    (docs/write-up.md). Headers and configs are read and checked now; weights with the first use. Notes, one
-    line each, go to `on_note`, by default to `warnings`.
+    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone, `kv_ring_bits` for both in layers
+    with a sliding window (16 unless said); `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
+    Jinja template to use instead of the model's own. With `parse_special` a mark such as `<|im_end|>` that stands in a
+    message counts as one; else it is text. `prompt_cache_bytes` of the budget keep what was read of
+    earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
+    up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and `reselect_every` size the pool by
+    experts a layer instead of bytes (docs/write-up.md). Headers and configs are read and checked now; weights with
+    the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
 
     Raises:
         ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
@@ -95,6 +96,7 @@ def load(
         io=io,
         kv_bits=kv_bits,
         kv_v_bits=kv_v_bits,
+        kv_ring_bits=kv_ring_bits,
         context=context,
         prefill_chunk=prefill_chunk,
         activation_bytes=activation_bytes,

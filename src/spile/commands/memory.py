@@ -20,6 +20,7 @@ from spile.commands.flags import (
     Io,
     Json,
     KvBits,
+    KvRingBits,
     KvVBits,
     Model_,
     ModelArgument,
@@ -63,6 +64,7 @@ def plan(
     io: Io = "auto",
     kv_bits: KvBits = 16,
     kv_v_bits: KvVBits = None,
+    kv_ring_bits: KvRingBits = None,
     flash_moe: FlashMoe = False,
     active_experts: ActiveExperts = None,
     shared_experts: SharedExperts = 0,
@@ -93,8 +95,8 @@ def plan(
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
         memory_bytes=size_of(memory), context=context, threads=threads, io=io, kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits, flash_moe=flash_moe, active_experts=active_experts, shared_experts=shared_experts,
-        sequences=sequences,
+        kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits, flash_moe=flash_moe, active_experts=active_experts,
+        shared_experts=shared_experts, sequences=sequences,
     )  # fmt: skip
     with _opened_any(source, offline) as (maple, files):
         options.check_context(maple.config.max_position_embeddings)
