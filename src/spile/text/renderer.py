@@ -31,12 +31,12 @@ _OURS = ("messages", "add_generation_prompt")  # arguments that no caller can gi
 # of models in use, up to 17 kB long, renders 20 tools and 600 messages of 1 kB, with 22 MB two do not (measured:
 # Linux, Python 3.11). They take milliseconds.
 _RESERVED_NBYTES = 24_000_000
-# Below 500 MB, where a context is a few thousand tokens: 18 MB do for all of them with 100 messages, 15 MB not for seven.
+# Below 500 MB, where a context is a few thousand tokens: 18 MB do for all of them with 100 messages, 15 MB not for 7.
 _LEAST_NBYTES, _SMALL_BUDGET = 18_000_000, 500_000_000
 _MOST_NBYTES = 128_000_000  # where nobody named a budget
 _SHARED_NBYTES = 16_000_000  # of it that are others' too, where resident memory is all that can be seen
 LIMIT_SECONDS = 2.0  # of computing
-_WAIT_SECONDS = 10.0  # of a busy machine for the same, the start included
+_WAIT_SECONDS = 5.0  # of a busy machine for the same, the start included
 _TURN_SECONDS = 60.0  # until others' texts are made
 _LOOK_SECONDS = 0.02  # where the system has no bound of memory to set
 _ENDS = (BrokenPipeError, ConnectionResetError)
