@@ -19,7 +19,7 @@ from spile.text import renderer
 from spile.text.renderer import Renderer
 from spile.text.sidecar import read_sidecar
 
-render = Renderer(has_budget=True).render  # one process, started with the first text
+render = Renderer(10**9).render  # one process, started with the first text
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -186,7 +186,7 @@ def test_template_that_fills_the_memory_is_one_sentence(template: str) -> None:
 )
 def test_template_that_never_ends_is_one_sentence(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "LIMIT_SECONDS", 0.3)
-    hasty = Renderer(has_budget=True)
+    hasty = Renderer(10**9)
     with pytest.raises(
         TextError, match=r"^the chat template takes too long: it was ended after 0.3 s of computing$"
     ):

@@ -19,7 +19,7 @@ from spile.model import Model, warn_of
 from spile.options import PROMPT_FOLDER_LIMIT
 from spile.sizes import format_size, parse_budget, parse_size
 from spile.text.prompts import OnNote
-from spile.text.renderer import RESERVED_NBYTES, Renderer
+from spile.text.renderer import Renderer, reserved_nbytes
 from spile.text.sidecar import read_sidecar, read_text
 from spile.text.tokenizer import open_tokenizer
 
@@ -117,10 +117,11 @@ def load(
             if template is None:
                 raise TextError(f"there is no chat template {chat_template}")
             sidecar = replace(sidecar, chat_template=template)
-        renderer = Renderer(has_budget=budget_bytes is not None)
+        renderer = Renderer(budget_bytes)
         cleanup.callback(renderer.close)
         if sidecar.chat_template is not None and os.path.lexists(folder / "tokenizer.json"):
-            options = replace(options, reserved_bytes=options.reserved_bytes + RESERVED_NBYTES)
+            reserved = options.reserved_bytes + reserved_nbytes(budget_bytes)
+            options = replace(options, reserved_bytes=reserved)
             renderer.start()  # to be ready when the rest is
         checkpoint = open_checkpoint(folder)
         opened = open_model(checkpoint)

@@ -106,7 +106,7 @@ class Model:
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
-        self._renderer = renderer or Renderer(has_budget=memory_bytes is not None)
+        self._renderer = renderer or Renderer(memory_bytes)
         self._parse_special = parse_special
         self._marks: Marks | None = None
         self._knows_bytes = False  # whether the tokenizer's were looked at

@@ -90,7 +90,7 @@ def plan(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import USUAL_ROUTING, forecast
     from spile.residency.plan import make_plan, memory_now
-    from spile.text.renderer import RESERVED_NBYTES
+    from spile.text.renderer import reserved_nbytes
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
@@ -106,7 +106,7 @@ def plan(
         options.check_experts(maple.config.num_experts, maple.config.num_experts_per_tok)
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
         if _load_text(files.folder):
-            options = replace(options, reserved_bytes=RESERVED_NBYTES)
+            options = replace(options, reserved_bytes=reserved_nbytes(options.memory_bytes))
         now = memory_now()
         made = make_plan(maple, ExpertTable(maple), options, now)
         measured = _probe(maple, made, options, files) if probe else None
@@ -186,12 +186,12 @@ def _add_speeds(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import forecast, routing_of
     from spile.residency.plan import memory_now
-    from spile.text.renderer import RESERVED_NBYTES
+    from spile.text.renderer import reserved_nbytes
 
     with _opened(source, offline) as (maple, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
         routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
-        options = EngineOptions(reserved_bytes=RESERVED_NBYTES if _load_text(files.folder) else 0)
+        options = EngineOptions(reserved_bytes=reserved_nbytes(None) if _load_text(files.folder) else 0)
         now, table = memory_now(), ExpertTable(maple)
         plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
         probe = _probe(maple, plans[0], options, files)

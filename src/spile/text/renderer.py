@@ -3,7 +3,7 @@
 A template is a foreign program, and a line of it can fill any memory or compute for hours; so it runs in a process
 of its own (`template_process.py`), which the system ends where it takes too much, and which ends with this one. It is
 started with the first text, or earlier by `start`, and stays for the next ones: 11 MB of its own beside pages that it
-shares. What it may grow to within a budget is `RESERVED_NBYTES`, for the plan. Any thread may render; texts are made
+shares. What it may grow to within a budget is `reserved_nbytes`, for the plan. Any thread may render; texts are made
 one at a time.
 """
 
@@ -30,11 +30,13 @@ _OURS = ("messages", "add_generation_prompt")  # arguments that no caller can gi
 # The most that the process may have of its own, within a budget. It begins with 11 MB. With 24 MB each of 70 templates
 # of models in use, up to 17 kB long, renders 20 tools and 600 messages of 1 kB, with 22 MB two do not (measured:
 # Linux, Python 3.11). They take milliseconds.
-RESERVED_NBYTES = 24_000_000
+_RESERVED_NBYTES = 24_000_000
+# Below 500 MB, where a context is a few thousand tokens: 18 MB do for all of them with 100 messages, 15 MB not for 7.
+_LEAST_NBYTES, _SMALL_BUDGET = 18_000_000, 500_000_000
 _MOST_NBYTES = 128_000_000  # where nobody named a budget
 _SHARED_NBYTES = 16_000_000  # of it that are others' too, where resident memory is all that can be seen
 LIMIT_SECONDS = 2.0  # of computing
-_WAIT_SECONDS = 10.0  # of a busy machine for the same, the start included
+_WAIT_SECONDS = 5.0  # of a busy machine for the same, the start included
 _TURN_SECONDS = 60.0  # until others' texts are made
 _LOOK_SECONDS = 0.02  # where the system has no bound of memory to set
 _ENDS = (BrokenPipeError, ConnectionResetError)
@@ -44,8 +46,8 @@ _HINT = "Give a plainer one by --chat-template (chat_template of spile.load)."
 class Renderer:
     """The process that runs one model's template, if it runs. `close` ends it; another text starts it again."""
 
-    def __init__(self, *, has_budget: bool = False) -> None:
-        self._nbytes = RESERVED_NBYTES if has_budget else _MOST_NBYTES
+    def __init__(self, budget_nbytes: int | None = None) -> None:
+        self._nbytes = _MOST_NBYTES if budget_nbytes is None else reserved_nbytes(budget_nbytes)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
@@ -170,6 +172,12 @@ class Renderer:
     def _drop(self) -> None:
         self._end()
         self._process = None
+
+
+def reserved_nbytes(budget_nbytes: int | None) -> int:
+    """Return what the process may take of a budget."""
+    is_small = budget_nbytes is not None and budget_nbytes < _SMALL_BUDGET
+    return _LEAST_NBYTES if is_small else _RESERVED_NBYTES
 
 
 class _Wait:
