@@ -103,7 +103,7 @@ class Model:
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
-        # Whose states must go before the engine.
+        self._registry = threading.Lock()  # of what follows: whose states must go before the engine
         self._streams: WeakSet[Generator[Chunk, None, None]] = WeakSet()
         self._held: WeakSet[Held] = WeakSet()
         self.sampling, notes = sampling_of(sidecar.generation_config)
@@ -156,8 +156,10 @@ class Model:
         nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
         if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
             raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
-        self._opened().resize(nbytes - self._grammar_nbytes)
-        self._memory_bytes = nbytes
+        engine = self._opened()
+        with self._alone():
+            engine.resize(nbytes - self._grammar_nbytes)
+            self._memory_bytes = nbytes
 
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""
@@ -174,8 +176,10 @@ class Model:
         check_prompt(len(token_ids), self.context)
         engine = self._opened()
         check_prompt(len(token_ids), engine.context)
-        with self._alone(), closing(engine.new_state()) as state:
-            return engine.logits(state, token_ids)
+        with self._alone():
+            self._check_open()
+            with closing(engine.new_state()) as state:
+                return engine.logits(state, token_ids)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer a prompt. Arguments and errors as in `stream`."""
@@ -272,13 +276,15 @@ class Model:
             held=held,
             cache=self._prompts.cache,
             sources=() if saved is None else (saved,),
-            on_prefill=on_prefill,
+            on_prefill=self._while_wanted(on_prefill),
             on_prompt=on_prompt,
             requested=requested,
             pauses=pauses,
             constraint=constraint,
         )
-        self._streams.add(chunks)
+        with self._registry:
+            self._check_open()
+            self._streams.add(chunks)
         return self._while_open(chunks)
 
     def hold(self) -> Held:
@@ -286,7 +292,9 @@ class Model:
         close it earlier to give its memory back.
         """
         held = Held()
-        self._held.add(held)
+        with self._registry:
+            self._check_open()
+            self._held.add(held)
         return held
 
     def constraint(self, grammar: Grammar, *, begins_inside: bool | None = None) -> Constraint:
@@ -338,22 +346,32 @@ class Model:
         return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}))
 
     def close(self) -> None:
-        """Close the engine, files and temporary folders. May be called twice."""
-        self._closed = True
-        for chunks in list(self._streams):
-            chunks.close()
-        for held in list(self._held):
-            held.close()
-        if self._prompts.cache is not None:
-            self._prompts.cache.clear()
-        engine, self._engine = self._engine, None
-        try:
-            if engine is not None:
-                engine.close()
-            if self.tokenizer is not None:
-                self.tokenizer.close()
-        finally:
-            self._resources.close()
+        """Close the engine, files and temporary folders. May be called twice, and from any thread: it waits until what
+        another one computes has ended, which is a token, a layer of a prompt, or all of `logits`.
+
+        Raises: SpileError inside of an answer's own step (`on_prefill`, say), which goes on.
+        """
+        with self._registry:
+            streams, held = list(self._streams), list(self._held)
+            was_closed, self._closed = self._closed, True  # from here on a step that begins is refused
+        with self._lock:
+            if any(chunks.gi_running for chunks in streams):  # by this very thread: the lock is its own
+                self._closed = was_closed
+                raise SpileError("a model cannot be closed from inside of its own answer")
+            for chunks in streams:
+                chunks.close()
+            for one in held:
+                one.close()
+            if self._prompts.cache is not None:
+                self._prompts.cache.clear()
+            engine, self._engine = self._engine, None
+            try:
+                if engine is not None:
+                    engine.close()
+                if self.tokenizer is not None:
+                    self.tokenizer.close()
+            finally:
+                self._resources.close()
 
     def __enter__(self) -> Model:
         self._check_open()
@@ -470,15 +488,30 @@ class Model:
         self._grammar_nbytes = nbytes
 
     def _while_open(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-        with closing(chunks):
+        try:
             while True:
-                self._check_open()
                 with self._alone():
+                    self._check_open()
                     try:
                         chunk = next(chunks)
                     except StopIteration:
                         return
                 yield chunk
+        finally:
+            with (
+                self._lock
+            ):  # wherever it is dropped: a state is not given back while another thread computes
+                chunks.close()
+
+    def _while_wanted(self, on_prefill: OnPrefill | None) -> OnPrefill:
+        """End a prompt that is being read when another thread closes the model."""
+
+        def note(done: int, total: int) -> None:
+            self._check_open()
+            if on_prefill is not None:
+                on_prefill(done, total)
+
+        return note
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -516,6 +549,7 @@ class Model:
         self._check_open()
         if self._engine is None:
             with self._alone():
+                self._check_open()
                 self._engine = self._open_engine()
             for note in self._engine.notes:
                 self._on_note(note)
