@@ -215,7 +215,7 @@ def test_client_that_leaves_stops_its_answer(tmp_path: Path) -> None:
             time.sleep(0.05)
             assert len(engine.calls) == num_calls
         assert all(state.is_closed for state in engine.states)
-        assert server.log.getvalue().count("the client left") == 2
+        until(lambda: server.log.getvalue().count("the client left") == 2)
         found = re.findall(r"left after ([0-9,]+) tokens", server.log.getvalue())
         num_tokens = sum(int(number.replace(",", "")) for number in found)
         assert f"spile_completion_tokens_total {num_tokens}\n" in server.send("/metrics").body.decode()

@@ -11,14 +11,14 @@ import pytest
 
 from serving import fake_model, running
 from spile.cli import run
-from spile.server.guard import is_loopback
+from spile.server.names import is_loopback
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 
 
 def test_key_is_asked_for_everywhere_but_where_there_is_nothing_to_know(tmp_path: Path) -> None:
-    with running(lambda: fake_model(tmp_path), api_key="söcret") as server:
+    with running(lambda: fake_model(tmp_path), api_keys=("söcret",)) as server:
         for path, body in (
             (CHAT, {"messages": USER}),
             ("/metrics", None),
@@ -35,7 +35,7 @@ def test_key_is_asked_for_everywhere_but_where_there_is_nothing_to_know(tmp_path
 
 
 def test_openai_client_sends_its_key(tmp_path: Path) -> None:
-    with running(lambda: fake_model(tmp_path), api_key="secret") as server:
+    with running(lambda: fake_model(tmp_path), api_keys=("secret",)) as server:
         answer = server.client.chat.completions.create(model="tiny", messages=USER)
         assert answer.choices[0].message.content == "Hello"
         wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="other", max_retries=0)
@@ -69,7 +69,7 @@ def test_pages_from_elsewhere_are_refused(tmp_path: Path) -> None:
 
 def test_pages_that_were_named_are_welcome(tmp_path: Path) -> None:
     origin = "https://chat.example"
-    with running(lambda: fake_model(tmp_path), origins=(origin,), api_key="secret") as server:
+    with running(lambda: fake_model(tmp_path), origins=(origin,), api_keys=("secret",)) as server:
         asked = {"origin": origin, "access-control-request-method": "POST"}
         asked["access-control-request-headers"] = "authorization,content-type"
         preflight = server.send(CHAT, method="OPTIONS", headers=asked)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from inspect import GEN_RUNNING, getgeneratorstate
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,11 @@ from spile.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from spile.engines.base import Counters, Engine, State
     from spile.generation.grammar import Grammar, GrammarTable
+
+
+class AsideError(Exception):
+    """A text that cannot be encoded beside a computation: its memory must be borrowed from the pool first."""
+
 
 # Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
 # characters one at most.
@@ -97,9 +103,14 @@ class Model:
         self._memory_bytes = memory_bytes
         self._grammar_table: GrammarTable | None = None
         self._grammar_nbytes = 0  # that the pool gave up for it
+        self._grammar_lock = threading.Lock()
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
+        self._text_lock = threading.Lock()
+        self.text_room_nbytes = (
+            0  # under a budget, what the plan leaves free for a text that is encoded `aside`
+        )
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
@@ -338,12 +349,16 @@ class Model:
         raw: bool = False,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        add_bos: bool = True,
+        aside: bool = False,
     ) -> EncodedPrompt:
-        """Turn a prompt into what `stream` answers later, once or several times.
+        """Turn a prompt into what `stream` answers later, once or several times. With `aside` another thread may
+        compute at the same time, once a first text was encoded.
 
-        Raises: as `stream`, but for the context.
+        Raises: as `stream`, but for the context; with `aside` AsideError where a budget has no room for it.
         """
-        return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}))
+        rendering = Rendering(raw, None, True, tools, template_arguments or {})
+        return self._encode(prompt, rendering, add_bos=add_bos, aside=aside)
 
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice, and from any thread: it waits until what
@@ -355,7 +370,9 @@ class Model:
             streams, held = list(self._streams), list(self._held)
             was_closed, self._closed = self._closed, True  # from here on a step that begins is refused
         with self._lock:
-            if any(chunks.gi_running for chunks in streams):  # by this very thread: the lock is its own
+            if any(
+                getgeneratorstate(chunks) == GEN_RUNNING for chunks in streams
+            ):  # by this very thread: the lock is its own
                 self._closed = was_closed
                 raise SpileError("a model cannot be closed from inside of its own answer")
             for chunks in streams:
@@ -382,7 +399,9 @@ class Model:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, rendering: Rendering, *, add_bos: bool = True) -> EncodedPrompt:
+    def _encode(
+        self, prompt: Prompt, rendering: Rendering, *, add_bos: bool = True, aside: bool = False
+    ) -> EncodedPrompt:
         self._check_open()
         if is_ids(prompt):
             check_ids_rendering(rendering)
@@ -392,13 +411,22 @@ class Model:
                 f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
                 "Put the model's tokenizer.json beside its weights.",
             )
+        tokenizer = self.tokenizer
         source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
+        if aside:
+            self._check_length(source.text)
+            if tokenizer.keep:
+                return self._encode_text(tokenizer, source, add_bos)
+            if tokenizer.encode_nbytes(source.text) > self.text_room_nbytes:
+                raise AsideError
+            with self._text_lock:  # the room is for one
+                return self._encode_text(tokenizer, source, add_bos)
         with self._alone():
-            return self._encode_text(self.tokenizer, source, add_bos)
+            self._check_length(source.text)
+            self._make_room(tokenizer, source.text)
+            return self._encode_text(tokenizer, source, add_bos)
 
     def _encode_text(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
-        self._check_length(source.text)
-        self._make_room(tokenizer, source.text)
         token_ids = tokenizer.encode(source.text, add_bos)
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
@@ -462,15 +490,21 @@ class Model:
         from spile.generation.grammar import GrammarTable
 
         self._check_open()
-        if self._grammar_table is None:
-            if self.tokenizer is None:
-                raise TextError("a grammar is about text, and this model has no tokenizer")
-            with self._alone():
-                if not self.tokenizer.is_learned:
-                    self._make_room(self.tokenizer, "")
-                self._set_aside(GrammarTable.nbytes(self.tokenizer.num_entries))
-                self._grammar_table = GrammarTable(self.tokenizer, self.vocab_size)
-        return self._grammar_table
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise TextError("a grammar is about text, and this model has no tokenizer")
+        with self._grammar_lock:
+            if self._grammar_table is None:
+                if tokenizer.is_learned:
+                    GrammarTable.check(tokenizer)
+                if self.has_budget:  # the pool makes room, for which nobody may compute
+                    with self._alone():
+                        if not tokenizer.is_learned:
+                            self._make_room(tokenizer, "")
+                        GrammarTable.check(tokenizer)
+                        self._set_aside(GrammarTable.nbytes(tokenizer.num_entries))
+                self._grammar_table = GrammarTable(tokenizer, self.vocab_size)
+            return self._grammar_table
 
     def _set_aside(self, nbytes: int) -> None:
         """Take bytes out of the pool for good, under a budget. What comes before the engine is in its plan."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # on their way to clients, threads' stacks.
 _REQUEST_NBYTES = 3_000_000
 _SERVER_NBYTES = 4_000_000
+# For texts that are encoded beside a computation: 22,000 characters, whose bound is 130 bytes each, beside a table of
+# 5 MB. Longer ones borrow the pool's memory between two steps.
+_TEXT_NBYTES = 8_000_000
 _STOP_SECONDS = 5.0
 
 
@@ -44,7 +47,8 @@ class Load:
             _warm(model)
             reserve = None
             if self.has_budget:
-                reserve = bytearray(_SERVER_NBYTES + self.parallel * _REQUEST_NBYTES)
+                model.text_room_nbytes = _TEXT_NBYTES
+                reserve = bytearray(_SERVER_NBYTES + _TEXT_NBYTES + self.parallel * _REQUEST_NBYTES)
                 reserve[::4096] = b"\x01" * len(reserve[::4096])  # the plan sees pages that were written
             model.open()
             del reserve
@@ -93,6 +97,7 @@ class Serving:
         finally:
             self.worker.stop()
             self.worker.join(_STOP_SECONDS)
+            self.worker.log.close()
         if self.worker.error is not None and self.worker.model is None:
             raise self.worker.error
 
