@@ -60,15 +60,13 @@ class Log:
                 left_out, self._minute, self._num_lines, self._num_left_out = self._num_left_out, now, 0, 0
                 if left_out:
                     self._put(f"log: {left_out:,} lines were left out; it takes {_MOST_LINES} a minute")
-            self._num_lines += 1
-            if self._num_lines < _MOST_LINES:
+            if self._num_lines < _MOST_LINES - 1:
+                self._num_lines += 1
                 self._put(text)
-            elif self._num_lines == _MOST_LINES:
-                self._put(
-                    f"log: {_MOST_LINES} lines in a minute are the most; the rest of it is counted only"
-                )
-            else:
-                self._num_left_out += 1
+                return
+            self._num_left_out += 1
+            if self._num_left_out == 1:
+                self._put(f"log: {_MOST_LINES} lines in a minute are the most; the rest of it is left out")
 
     def note(self, kind: str, text: str) -> None:
         """Write a line of a kind that may come in bursts: the first, and then how many more like it came."""

@@ -272,8 +272,8 @@ class Worker:
         for choice in task.choices:
             choice.stream.close()
         task.choices.clear()
-        task.tell(Failed(self._told(task, error)))
         self._end(task)
+        task.tell(Failed(self._told(task, error)))
 
     def _told(self, task: Task, error: Exception) -> Failure:
         """Return what a client is told of an error; where that is not all there is to it, the log has the rest."""
