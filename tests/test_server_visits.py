@@ -7,10 +7,12 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
-from fakes import FakeEngine
+from fakes import FakeEngine, FakeState
 from serving import EOS, Running, fake_model, raw_request, running, until
 from spile.server import log as log_module
 from spile.server.log import Log
@@ -192,3 +194,67 @@ def test_lines_of_a_minute_are_bounded_and_that_is_a_line(monkeypatch: pytest.Mo
         log.note(f"kind {index}", "of many kinds")
     assert len(log._bursts) <= 65
     log.close()
+
+
+def test_paths_without_a_version_are_answered(tmp_path: Path) -> None:
+    with running(lambda: fake_model(tmp_path)) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        with client:
+            answer = client.chat.completions.create(model="tiny", messages=USER)
+            assert answer.choices[0].message.content == "Hello"
+            assert client.completions.create(model="tiny", prompt="x").choices[0].text == "Hello"
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            assert client.models.retrieve("tiny").id == "tiny"
+        assert counts(server)["/chat/completions 200 stop"] == 1
+        assert counts(server)["/models/ 200 ok"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("//v1/models", "/v1/models"),
+        ("/api/v1/models", "/v1/models"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions/", "/v1/chat/completions"),
+        ("/V1/Chat/Completions", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/health", "/health"),
+        ("/api/tags", "/openapi.json"),
+        ("/" + "a" * 5000, "/openapi.json"),
+    ],
+)
+def test_unknown_path_is_told_what_is_near(tmp_path: Path, path: str, near: str) -> None:
+    with running(lambda: fake_model(tmp_path)) as server:
+        reply = server.send(path, {} if "chat" in path else None)
+        assert (reply.status, reply.body["error"]["code"]) == (404, "not_found")
+        assert re.search(rf"{near}(\?| or | has )", reply.body["error"]["message"])
+        assert len(reply.body["error"]["message"]) < 300
+
+
+def test_all_names_that_were_given_are_listed_and_answered(tmp_path: Path) -> None:
+    names = ("big", "small alias", "org/third", "folder")
+    with running(lambda: fake_model(tmp_path), model_ids=names, num_listed=3) as server:
+        assert [model.id for model in server.client.models.list()] == list(names[:3])
+        for name in names:
+            assert server.client.models.retrieve(name).id == name
+            answer = server.client.chat.completions.create(model=name, messages=USER)
+            assert answer.model == "big"
+        with pytest.raises(openai.NotFoundError, match="big, small alias, org/third, folder"):
+            server.client.chat.completions.create(model="other", messages=USER)
+
+
+def test_speed_is_that_of_answers_however_long_nothing_is_asked(tmp_path: Path) -> None:
+    class Slow(FakeEngine):
+        def decode(self, state: FakeState, token_id: int) -> NDArray[np.float32]:
+            time.sleep(0.01)
+            return super().decode(state, token_id)
+
+    with running(lambda: fake_model(tmp_path, engine=Slow([*b"abcdefghij", EOS]))) as server:
+        assert server.send("/status").body["tokens_per_second"] is None
+        reply = server.send(CHAT, {"messages": USER})
+        told = reply.body["usage"]["spile"]["tokens_per_second"]
+        time.sleep(0.5)
+        shown = server.send("/status").body["tokens_per_second"]
+        assert 0.5 * told < shown <= 101

@@ -243,7 +243,7 @@ def serve(
                 "\n".join(
                     [
                         model.summary or "",
-                        *([] if budget is not None else [_growth(cache_nbytes, serving.worker.room_nbytes)]),
+                        *([] if budget is not None else [_growth(cache_nbytes, serving.worker.answers_nbytes)]),
                         f"ready: {address}/v1, a page to chat at {address}/",
                     ]
                 ),
@@ -253,14 +253,14 @@ def serve(
         serving.run()
 
 
-def _growth(cache_nbytes: int, room_nbytes: int) -> str:
+def _growth(cache_nbytes: int, answers_nbytes: int) -> str:
     """Say how far a server without a budget may grow."""
     from spile.sizes import format_size
 
     return (
-        f"no --memory: beside the model it may grow by {format_size(cache_nbytes + room_nbytes)}, of which "
-        f"{format_size(cache_nbytes)} for prompts read before (--prompt-cache-size) and {format_size(room_nbytes)} "
-        f"for keys and values of answers at once"
+        f"no --memory: beside the model it may grow by {format_size(cache_nbytes + answers_nbytes)}: "
+        f"{format_size(cache_nbytes)} for prompts read before (--prompt-cache-size) and "
+        f"{format_size(answers_nbytes)} for answers at once (--parallel, --context)"
     )
 
 

@@ -161,7 +161,6 @@ def summary(task: Task) -> str:
         f"Peak memory: {format_size(peak_memory_bytes())}",
         f"Experts: {format_size(figures.bytes_read)} read"
         + ("" if figures.hit_rate is None else f", {100 * figures.hit_rate:.1f} % hits"),
-        finish_reason(task),
     ]
     if not first.exact:
         parts.append("approximate")

@@ -50,8 +50,8 @@ def checked_origin(given: str) -> str:
     """
     if given in ("*", "null"):
         return given
-    scheme, separator, rest = given.partition("://")
-    host_and_port = re.split(r"[/?#]", rest if separator else given, maxsplit=1)[0].rpartition("@")[2]
+    scheme, separator, rest = given.strip().partition("://")
+    host_and_port = re.split(r"[/?#]", rest if separator else scheme, maxsplit=1)[0].rpartition("@")[2]
     host = _canonical(hostname_of(host_and_port))
     if not separator:
         scheme = "http" if is_loopback(host) or _is_address(host) else "https"
@@ -80,13 +80,9 @@ def checked_host(given: str) -> str:
 
     Raises: OptionError for what no request names.
     """
-    host = _canonical(hostname_of(given))
-    plain = given.strip("[]") if given.startswith("[") else given
-    if (
-        host
-        and _canonical(plain.lower().rstrip(".")) == host
-        and (_HOST.fullmatch(host) or _is_address(host))
-    ):
+    is_bracketed = given.startswith("[") and given.endswith("]")
+    host = _canonical((given[1:-1] if is_bracketed else given).lower().rstrip("."))
+    if _is_address(host) or _HOST.fullmatch(host):
         return host
     inside = hostname_of(re.split(r"[/?#]", given.rpartition("://")[2], maxsplit=1)[0].rpartition("@")[2])
     inside = _canonical(inside)

@@ -75,7 +75,7 @@ class Worker:
         self.metrics = metrics or Metrics()
         self.log = log or Log()
         self.model: Model | None = None
-        self.room_nbytes = 0  # that keys and values of all answers may take together, once the model is ready
+        self.answers_nbytes = 0  # that keys and values of all answers take at most, once the model is ready
         self._load = load
         self._parallel = parallel
         self._has_budget = has_budget
@@ -301,8 +301,9 @@ class Worker:
         try:
             self.model = self._load()
             engine = self.model.open()
-            self.room_nbytes = _room_nbytes(engine, self._has_budget)
-            self._schedule = Schedule(self._parallel, self.room_nbytes)
+            room_nbytes = _room_nbytes(engine, self._has_budget)
+            self.answers_nbytes = min(room_nbytes, self._parallel * engine.kv_nbytes(engine.context))
+            self._schedule = Schedule(self._parallel, room_nbytes)
             with self._wake:
                 if not self._is_stopping:
                     self.phase = "ok"
