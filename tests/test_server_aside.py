@@ -205,3 +205,31 @@ def test_ids_are_the_same_aside_and_in_many_threads(tiny_checkpoint: Callable[..
             next(stream)
         thread.join(60)
         assert found == wanted * 5
+
+
+def test_text_that_cannot_fit_is_refused_aside_though_it_has_no_room_there(tmp_path: Path) -> None:
+    """By pieces: none of them takes more than the room, and one that fits is never refused."""
+    model = fake_model(tmp_path, context=1000)
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    tokenizer.keep = False
+    model.encode("first", raw=True)
+    model.text_room_nbytes = tokenizer.encode_nbytes("x" * 300)
+    pieces: list[str] = []
+    encode = tokenizer.encode
+
+    def seen(text: str, add_bos: bool = True) -> list[int]:
+        pieces.append(text)
+        return encode(text, add_bos)
+
+    tokenizer.encode = seen  # type: ignore[method-assign]
+    with model._alone():
+        with pytest.raises(
+            spile.ContextError, match=r"more than 1,\d\d\d tokens and the context holds 1,000"
+        ):
+            model.encoded("word " * 400, raw=True, aside=True)
+        assert max(map(len, pieces)) <= 300
+        assert "".join(pieces) == ("word " * 400)[: sum(map(len, pieces))]
+        for text in ("word " * 199, "x" * 2000):  # fits; or there is nowhere to cut
+            with pytest.raises(AsideError):
+                model.encoded(text, raw=True, aside=True)

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from spile.generation.grammar import Grammar, GrammarTable
 
 
+_LONGEST_PIECE = 1 << 17  # characters
+_MOST_AT_A_CUT = 8  # tokens that may become fewer where two pieces of a text are joined again
+
+
 class AsideError(Exception):
     """A text that cannot be encoded beside a computation: its memory must be borrowed from the pool first."""
 
@@ -139,6 +143,11 @@ class Model:
     def chat_template(self) -> str | None:
         """The template that messages go through; None where there is none."""
         return self._sidecar.chat_template
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The bound of the process's memory that somebody named."""
+        return self._memory_bytes
 
     @property
     def has_budget(self) -> bool:
@@ -417,9 +426,10 @@ class Model:
             self._check_length(source.text)
             if tokenizer.keep:
                 return self._encode_text(tokenizer, source, add_bos)
-            if tokenizer.encode_nbytes(source.text) > self.text_room_nbytes:
-                raise AsideError
             with self._text_lock:  # the room is for one
+                if tokenizer.encode_nbytes(source.text) > self.text_room_nbytes:
+                    self._check_pieces(tokenizer, source.text)
+                    raise AsideError
                 return self._encode_text(tokenizer, source, add_bos)
         with self._alone():
             self._check_length(source.text)
@@ -470,6 +480,28 @@ class Model:
                 f"holds {context:,}",
                 "Shorten the prompt, or ask for a larger context if the model has one.",
             )
+
+    def _check_pieces(self, tokenizer: Tokenizer, text: str) -> None:
+        """Refuse a text that has more tokens than fit, by the ids of one piece after the other: each has room. Pieces
+        end before a space, where hardly anything depends on what follows; what might is not counted.
+        """
+        start, num_tokens = 0, 0
+        while start < len(text):
+            piece = text[start : start + _LONGEST_PIECE]
+            while start + len(piece) < len(text) or tokenizer.encode_nbytes(piece) > self.text_room_nbytes:
+                end = piece.rfind(" ", 1, len(piece) // 2)
+                if end < 1:
+                    return  # one endless word, or a tokenizer that has no room at all
+                piece = piece[:end]
+                if tokenizer.encode_nbytes(piece) <= self.text_room_nbytes:
+                    break
+            num_tokens += max(0, len(tokenizer.encode(piece, add_bos=False)) - _MOST_AT_A_CUT)
+            start += len(piece)
+            if num_tokens > self.context:
+                raise ContextError(
+                    f"the prompt has more than {num_tokens:,} tokens and the context holds {self.context:,}",
+                    "Shorten the prompt, or ask for a larger context if the model has one.",
+                )
 
     def _can_encode(self, text: str) -> bool:
         """Whether a text can be encoded within the budget before there is an engine."""

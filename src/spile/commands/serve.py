@@ -243,7 +243,11 @@ def serve(
                 "\n".join(
                     [
                         model.summary or "",
-                        *([] if budget is not None else [_growth(cache_nbytes, serving.worker.answers_nbytes)]),
+                        *(
+                            []
+                            if budget is not None
+                            else [_growth(cache_nbytes, serving.worker.answers_nbytes)]
+                        ),
                         f"ready: {address}/v1, a page to chat at {address}/",
                     ]
                 ),
