@@ -283,9 +283,13 @@ def test_signal_ends_open_streams_and_the_process(tmp_path: Path) -> None:
     assert process.stderr is not None
     try:
         port = int(process.stderr.readline().split(",")[0].rsplit(":", 1)[1])
+        started_with = []
         for line in process.stderr:
+            started_with.append(line)
             if line.startswith("ready"):
                 break
+        growth = re.search(r"no --memory: .* grow by \S+ [MG]B: (\S+ [MG]B) for prompts", started_with[-2])
+        assert growth is not None
         body = {"prompt": "Once", "stream": True, "logit_bias": {"0": -100}, "max_tokens": 1000, "n": 16}
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(raw_request("/v1/completions", body))
@@ -296,7 +300,9 @@ def test_signal_ends_open_streams_and_the_process(tmp_path: Path) -> None:
         assert b"shutting_down" in data or b"[DONE]" in data
         assert process.wait(6) == 0
         assert time.monotonic() - started < 6
-        assert "Traceback" not in process.stderr.read()
+        told = process.stderr.read()
+        assert "Traceback" not in told
+        assert re.search(r"request \w+: 127.0.0.1 POST /v1/completions 200 (shutting_down|length|stop)", told)
     finally:
         process.kill()
         process.wait()

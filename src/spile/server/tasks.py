@@ -135,6 +135,7 @@ class Task:
     is_cancelled: bool = False
     is_over: bool = False
     failure: Failure | None = None  # that ended it
+    _on_over: Callable[[], None] | None = None
     _num_unread: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,6 +146,23 @@ class Task:
         with self._lock:
             self._num_unread += 1
         self.send(event)
+
+    def end(self) -> bool:
+        """Take note that no more work is done on it; say whether that is news."""
+        with self._lock:
+            is_news, self.is_over = not self.is_over, True
+            then, self._on_over = self._on_over, None
+        if then is not None:
+            then()
+        return is_news
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Do something once no more work is done on it: at once, or on the thread that ends it."""
+        with self._lock:
+            if not self.is_over:
+                self._on_over = then
+                return
+        then()
 
     def note_read(self) -> None:
         """Take note that an event was handed on to the client."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -133,13 +134,20 @@ class Visits:
         )
 
     def _end(self, visit: Visit) -> None:
-        """Write the one line of a visit, and count it."""
+        """Tell of a visit, once: of one whose client left when the work for it has ended too."""
         if visit.is_told:
             return
         visit.is_told = True
-        task, failure = visit.task, visit.failure
-        if not visit.is_sent and failure is None:
+        if not visit.is_sent and visit.failure is None:
             visit.status = CLIENT_LEFT
+        if visit.status == CLIENT_LEFT and visit.task is not None:
+            visit.task.when_over(partial(self._tell, visit))
+        else:
+            self._tell(visit)
+
+    def _tell(self, visit: Visit) -> None:
+        """Write the one line of a visit, and count it."""
+        task, failure = visit.task, visit.failure
         self._metrics.ended(visit.path, visit.status, visit.outcome)
         what = f"{visit.method} {visit.shown_path} {visit.status} {visit.outcome}"
         parts = [f"{visit.client} {what}", f"{time.perf_counter() - visit.created:.2f} s"]

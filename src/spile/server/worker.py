@@ -440,8 +440,7 @@ class Worker:
         self._end(task)
 
     def _end(self, task: Task) -> None:
-        if not task.is_over:
-            task.is_over = True
+        if task.end():
             with self._wake:
                 self._num_accepted -= 1
 
