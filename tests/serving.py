@@ -135,7 +135,7 @@ def running(
         )
         thread = threading.Thread(target=serving.run)
         thread.start()
-        found = Running(serving, port, log, options.get("api_key"))
+        found = Running(serving, port, log, next(iter(options.get("api_keys", ())), None))
         try:
             until(lambda: serving.server.started and (not wait or serving.worker.phase != "loading"))
             yield found

@@ -611,3 +611,92 @@ def test_tokenizer_without_some_bytes_says_so_once(tmp_path: Path) -> None:
     assert [note for note in case.notes if "no entry" in note] == [
         "this tokenizer has no entry for 2 bytes: texts lose the characters that have them"
     ]
+
+
+# -- closing while another thread computes --
+
+
+def closing_while(model: Model, work: Callable[[], Any]) -> list[BaseException]:
+    """Close a model once another thread works with it; return what that thread met."""
+    errors: list[BaseException] = []
+    begun = threading.Event()
+
+    def other() -> None:
+        try:
+            while True:
+                work()
+                begun.set()
+        except BaseException as error:
+            errors.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert begun.wait(60)
+    model.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    return errors
+
+
+@pytest.mark.parametrize("memory", [None, "few"])
+@pytest.mark.parametrize("use", ["stream", "generate", "logits", "resize", "encode"])
+def test_closing_while_another_thread_computes_is_told_to_it(
+    tiny_checkpoint: Callable[..., Path], use: str, memory: str | None
+) -> None:
+    folder = tiny_checkpoint(tokenizer_entries=300)
+    options: dict[str, Any] = {} if memory is None else {"io": "direct", "active_experts": 3}
+    for _ in range(5):
+        model = spile.load(folder, on_note=lambda note: None, **options)
+        stream = model.stream([1, 2, 3], ignore_eos=True)
+        work: dict[str, Callable[[], Any]] = {
+            "stream": lambda stream=stream: next(stream),
+            "generate": lambda model=model: model.generate([5, 6, 7] * 9, max_tokens=2),
+            "logits": lambda model=model: model.logits([5, 6, 7] * 9),
+            "resize": lambda model=model: model.resize("1GB"),
+            "encode": lambda model=model: model.encode("once", raw=True),
+        }
+        errors = closing_while(model, work[use])
+        assert len(errors) == 1
+        assert isinstance(errors[0], (SpileError, StopIteration)), repr(errors[0])
+        model.close()
+        with pytest.raises(SpileError, match="was closed"):
+            next(model.stream([1]))
+
+
+def test_stream_says_that_its_model_was_closed(case: Callable[..., Case]) -> None:
+    it = case("Hello")
+    stream = it.model.stream("Hi", raw=True)
+    next(stream)
+    it.model.close()
+    with pytest.raises(SpileError, match="was closed"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+    stream.close()
+
+
+def test_model_is_not_closed_from_inside_of_its_own_answer(case: Callable[..., Case]) -> None:
+    it = case("Hello")
+    with pytest.raises(SpileError, match="inside of its own answer"):
+        it.model.generate("Hi", raw=True, on_prefill=lambda done, total: it.model.close())
+    assert it.model.generate("Hi", raw=True).text
+    it.model.close()
+
+
+def test_second_thread_that_resizes_is_told_that_the_model_is_busy(case: Callable[..., Case]) -> None:
+    it = case("Hello")
+    it.model.open()
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            it.model.resize("1GB")
+        except SpileError as error:
+            errors.append(error)
+
+    with it.model._alone():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(errors[0])

@@ -476,8 +476,8 @@ def test_metrics_count_what_answers_say(says: Callable[..., Running]) -> None:
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert lines["spile_prompt_tokens_total"] == "6"
     assert lines["spile_completion_tokens_total"] == "10"
-    assert lines['spile_requests_total{outcome="stop"}'] == "2"
-    assert lines['spile_requests_total{outcome="invalid_value"}'] == "1"
+    assert lines['spile_requests_total{path="/v1/completions",status="200",outcome="stop"}'] == "2"
+    assert lines['spile_requests_total{path="/v1/completions",status="400",outcome="invalid_value"}'] == "1"
     assert lines["spile_bytes_read_total"] == "1000"
     assert lines["spile_expert_misses_total"] == "10"
     assert lines["spile_time_to_first_token_seconds_count"] == "2"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,15 @@ from spile.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from spile.engines.base import Counters, Engine, State
     from spile.generation.grammar import Grammar, GrammarTable
+
+
+_LONGEST_PIECE = 1 << 17  # characters
+_MOST_AT_A_CUT = 8  # tokens that may become fewer where two pieces of a text are joined again
+
+
+class AsideError(Exception):
+    """A text that cannot be encoded beside a computation: its memory must be borrowed from the pool first."""
+
 
 # Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
 # characters one at most.
@@ -103,9 +113,14 @@ class Model:
         self._planned_context: int | None = None
         self._memory_bytes = memory_bytes
         self._grammar_table: GrammarTable | None = None
+        self._grammar_lock = threading.Lock()
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
+        self._text_lock = threading.Lock()
+        self.text_room_nbytes = (
+            0  # under a budget, what the plan leaves free for a text that is encoded `aside`
+        )
         self._renderer = renderer or Renderer(memory_bytes)
         self._parse_special = parse_special
         self._marks: Marks | None = None
@@ -113,7 +128,7 @@ class Model:
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
-        # Whose states must go before the engine.
+        self._registry = threading.Lock()  # of what follows: whose states must go before the engine
         self._streams: WeakSet[Generator[Chunk, None, None]] = WeakSet()
         self._held: WeakSet[Held] = WeakSet()
         self.sampling, notes = sampling_of(sidecar.generation_config)
@@ -138,6 +153,11 @@ class Model:
     def chat_template(self) -> str | None:
         """The template that messages go through; None where there is none."""
         return self._sidecar.chat_template
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The bound of the process's memory that somebody named."""
+        return self._memory_bytes
 
     @property
     def has_budget(self) -> bool:
@@ -166,8 +186,10 @@ class Model:
         nbytes = parse_budget(memory) if isinstance(memory, str) else memory
         if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
             raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
-        self._opened().resize(nbytes)
-        self._memory_bytes = nbytes
+        engine = self._opened()
+        with self._alone():
+            engine.resize(nbytes)
+            self._memory_bytes = nbytes
 
     def counters(self) -> Counters | None:
         """What was read and found since the engine was opened; None before."""
@@ -184,8 +206,10 @@ class Model:
         check_prompt(len(token_ids), self.context)
         engine = self._opened()
         check_prompt(len(token_ids), engine.context)
-        with self._alone(), closing(engine.new_state()) as state:
-            return engine.logits(state, token_ids)
+        with self._alone():
+            self._check_open()
+            with closing(engine.new_state()) as state:
+                return engine.logits(state, token_ids)
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
         """Answer a prompt. Arguments and errors as in `stream`."""
@@ -288,14 +312,16 @@ class Model:
             held=held,
             cache=self._prompts.cache,
             sources=() if saved is None else (saved,),
-            on_prefill=on_prefill,
+            on_prefill=self._while_wanted(on_prefill),
             on_prompt=on_prompt,
             requested=requested,
             pauses=pauses,
             constraint=constraint,
             prompt_logprobs=prompt_logprobs,
         )
-        self._streams.add(chunks)
+        with self._registry:
+            self._check_open()
+            self._streams.add(chunks)
         return self._while_open(chunks)
 
     def hold(self) -> Held:
@@ -303,7 +329,9 @@ class Model:
         close it earlier to give its memory back.
         """
         held = Held()
-        self._held.add(held)
+        with self._registry:
+            self._check_open()
+            self._held.add(held)
         return held
 
     def constraint(self, grammar: Grammar, *, begins_inside: bool | None = None) -> Constraint:
@@ -347,33 +375,49 @@ class Model:
         raw: bool = False,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        add_bos: bool = True,
+        aside: bool = False,
     ) -> EncodedPrompt:
-        """Turn a prompt into what `stream` answers later, once or several times.
+        """Turn a prompt into what `stream` answers later, once or several times. With `aside` another thread may
+        compute at the same time, once a first text was encoded.
 
-        Raises: as `stream`, but for the context.
+        Raises: as `stream`, but for the context; with `aside` AsideError where a budget has no room for it.
         """
-        return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}))
+        rendering = Rendering(raw, None, True, tools, template_arguments or {})
+        return self._encode(prompt, rendering, add_bos=add_bos, aside=aside)
 
     def close(self) -> None:
-        """Close the engine, files and temporary folders. May be called twice."""
-        self._closed = True
-        for chunks in list(self._streams):
-            chunks.close()
-        for held in list(self._held):
-            held.close()
-        if self._prompts.cache is not None:
-            self._prompts.cache.clear()
-        engine, self._engine = self._engine, None
-        try:
-            if engine is not None:
-                engine.close()
-            if self.tokenizer is not None:
-                self.tokenizer.close()
-            self._renderer.close()
-        finally:
-            self._resources.close()
-            engine = None  # nobody else has it, nor what it read
-            trim()
+        """Close the engine, files and temporary folders. May be called twice, and from any thread: it waits until what
+        another one computes has ended, which is a token, a layer of a prompt, or all of `logits`.
+
+        Raises: SpileError inside of an answer's own step (`on_prefill`, say), which goes on.
+        """
+        with self._registry:
+            streams, held = list(self._streams), list(self._held)
+            was_closed, self._closed = self._closed, True  # from here on a step that begins is refused
+        with self._lock:
+            if any(
+                getgeneratorstate(chunks) == GEN_RUNNING for chunks in streams
+            ):  # by this very thread: the lock is its own
+                self._closed = was_closed
+                raise SpileError("a model cannot be closed from inside of its own answer")
+            for chunks in streams:
+                chunks.close()
+            for one in held:
+                one.close()
+            if self._prompts.cache is not None:
+                self._prompts.cache.clear()
+            engine, self._engine = self._engine, None
+            try:
+                if engine is not None:
+                    engine.close()
+                if self.tokenizer is not None:
+                    self.tokenizer.close()
+                self._renderer.close()
+            finally:
+                self._resources.close()
+                engine = None  # nobody else has it, nor what it read
+                trim()
 
     def __enter__(self) -> Model:
         self._check_open()
@@ -384,7 +428,9 @@ class Model:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt, rendering: Rendering, *, add_bos: bool = True) -> EncodedPrompt:
+    def _encode(
+        self, prompt: Prompt, rendering: Rendering, *, add_bos: bool = True, aside: bool = False
+    ) -> EncodedPrompt:
         self._check_open()
         if is_ids(prompt):
             check_ids_rendering(rendering)
@@ -404,15 +450,24 @@ class Model:
                 self._sidecar,
                 self._renderer,
                 self._tell_once,
-                None if self._parse_special else lambda: self._found_marks(tokenizer),
+                None if self._parse_special else lambda: self._found_marks(tokenizer, aside),
             )
+            if aside:
+                return self._encode_aside(tokenizer, source, add_bos)
             with self._alone():
+                self._check_length(source.text)
+                self._make_room(tokenizer, source.text)
                 return self._encode_text(tokenizer, source, add_bos)
         finally:
             if is_first and not tokenizer.keep:  # the marks were read, and perhaps nothing was encoded then
                 tokenizer.release()
 
-    def _found_marks(self, tokenizer: Tokenizer) -> Marks:
+    def _found_marks(self, tokenizer: Tokenizer, aside: bool) -> Marks:
+        """Raises: AsideError where reading the tokenizer's entries has to borrow the pool's memory first."""
+        if self._marks is None and aside:
+            if not (tokenizer.keep or tokenizer.is_learned):
+                raise AsideError
+            self._marks = Marks(tokenizer.added, self._sidecar.chat_template or "")
         if self._marks is None:
             with self._alone():
                 if not tokenizer.is_learned:
@@ -420,9 +475,18 @@ class Model:
                 self._marks = Marks(tokenizer.added, self._sidecar.chat_template or "")
         return self._marks
 
-    def _encode_text(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
+    def _encode_aside(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
         self._check_length(source.text)
-        self._make_room(tokenizer, source.text)
+        if tokenizer.keep:
+            return self._encode_text(tokenizer, source, add_bos)
+        text = source.text if source.hidden is None else source.hidden.shown(source.text)
+        with self._text_lock:  # the room is for one
+            if tokenizer.encode_nbytes(text) > self.text_room_nbytes:
+                self._check_pieces(tokenizer, text)
+                raise AsideError
+            return self._encode_text(tokenizer, source, add_bos)
+
+    def _encode_text(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
         token_ids = tokenizer.encode(source.text, add_bos, source.hidden)
         if not self._knows_bytes:
             self._knows_bytes = True
@@ -473,6 +537,28 @@ class Model:
                 "Shorten the prompt, or ask for a larger context if the model has one.",
             )
 
+    def _check_pieces(self, tokenizer: Tokenizer, text: str) -> None:
+        """Refuse a text that has more tokens than fit, by the ids of one piece after the other: each has room. Pieces
+        end before a space, where hardly anything depends on what follows; what might is not counted.
+        """
+        start, num_tokens = 0, 0
+        while start < len(text):
+            piece = text[start : start + _LONGEST_PIECE]
+            while start + len(piece) < len(text) or tokenizer.encode_nbytes(piece) > self.text_room_nbytes:
+                end = piece.rfind(" ", 1, len(piece) // 2)
+                if end < 1:
+                    return  # one endless word, or a tokenizer that has no room at all
+                piece = piece[:end]
+                if tokenizer.encode_nbytes(piece) <= self.text_room_nbytes:
+                    break
+            num_tokens += max(0, len(tokenizer.encode(piece, add_bos=False)) - _MOST_AT_A_CUT)
+            start += len(piece)
+            if num_tokens > self.context:
+                raise ContextError(
+                    f"the prompt has more than {num_tokens:,} tokens and the context holds {self.context:,}",
+                    "Shorten the prompt, or ask for a larger context if the model has one.",
+                )
+
     def _can_encode(self, text: str) -> bool:
         """Whether a text can be encoded within the budget before there is an engine."""
         from spile.machine import available_memory_bytes
@@ -492,15 +578,21 @@ class Model:
         from spile.generation.grammar import GrammarTable
 
         self._check_open()
-        if self._grammar_table is None:
-            if self.tokenizer is None:
-                raise TextError("a grammar is about text, and this model has no tokenizer")
-            with self._alone():
-                if not self.tokenizer.is_learned:
-                    self._make_room(self.tokenizer, "")
-                self._set_aside(GrammarTable.nbytes(self.tokenizer.num_entries))
-                self._grammar_table = GrammarTable(self.tokenizer, self.vocab_size)
-        return self._grammar_table
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise TextError("a grammar is about text, and this model has no tokenizer")
+        with self._grammar_lock:
+            if self._grammar_table is None:
+                if tokenizer.is_learned:
+                    GrammarTable.check(tokenizer)
+                if self.has_budget:  # the pool makes room, for which nobody may compute
+                    with self._alone():
+                        if not tokenizer.is_learned:
+                            self._make_room(tokenizer, "")
+                        GrammarTable.check(tokenizer)
+                        self._set_aside(GrammarTable.nbytes(tokenizer.num_entries))
+                self._grammar_table = GrammarTable(tokenizer, self.vocab_size)
+            return self._grammar_table
 
     def _set_aside(self, nbytes: int) -> None:
         """Take bytes out of the pool for good, under a budget. What comes before the engine is in its plan."""
@@ -515,15 +607,30 @@ class Model:
             ) from error
 
     def _while_open(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
-        with closing(chunks):
+        try:
             while True:
-                self._check_open()
                 with self._alone():
+                    self._check_open()
                     try:
                         chunk = next(chunks)
                     except StopIteration:
                         return
                 yield chunk
+        finally:
+            with (
+                self._lock
+            ):  # wherever it is dropped: a state is not given back while another thread computes
+                chunks.close()
+
+    def _while_wanted(self, on_prefill: OnPrefill | None) -> OnPrefill:
+        """End a prompt that is being read when another thread closes the model."""
+
+        def note(done: int, total: int) -> None:
+            self._check_open()
+            if on_prefill is not None:
+                on_prefill(done, total)
+
+        return note
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -561,6 +668,7 @@ class Model:
         self._check_open()
         if self._engine is None:
             with self._alone():
+                self._check_open()
                 self._engine = self._open_engine()
                 if self._prompts.cache is not None:
                     self._prompts.cache.hold = partial(self._engine.hold, "prompts")

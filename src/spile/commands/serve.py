@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,14 @@ from spile.commands.flags import (
 )
 from spile.errors import OptionError
 from spile.generation.options import Sampling
+from spile.server.names import (
+    check_listening,
+    check_model_id,
+    checked_host,
+    checked_keys,
+    checked_origin,
+    is_loopback,
+)
 
 if TYPE_CHECKING:
     from spile.model import Model
@@ -48,20 +57,28 @@ class ServerFlags:
         int, option("--port", metavar="N", help="Default: 8080; 0 takes a free one.", panel=SERVER)
     ] = 8080
     api_key: Annotated[
-        str | None,
-        option("--api-key", metavar="KEY", help="Clients must send it; or SPILE_API_KEY.", panel=SERVER),
+        list[str] | None,
+        option("--api-key", metavar="KEY", help="Clients must send it; repeatable.", panel=SERVER),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        option("--api-key-file", metavar="FILE", help="Keys, one a line.", panel=SERVER),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        option("--allowed-host", metavar="NAME", help="What a proxy calls this; repeatable.", panel=SERVER),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
         option("--cors-origin", metavar="URL", help="Web pages that may call; repeatable.", panel=SERVER),
     ] = None
     model_id: Annotated[
-        str | None,
+        list[str] | None,
         option(
             "--model-id",
             "--alias",
             metavar="NAME",
-            help="What clients call it; default: folder.",
+            help="What clients call it; repeatable.",
             panel=SERVER,
         ),
     ] = None
@@ -91,10 +108,25 @@ class ServerFlags:
         ):
             if value is not None and not least <= value <= most:
                 raise OptionError(f"{name} is {value:,}: it must be from {least:,} to {most:,}")
-        if self.api_key is not None and not self.api_key.strip():
-            raise OptionError("--api-key is empty")
-        if self.model_id is not None and not self.model_id.strip():
-            raise OptionError("--model-id is empty")
+        check_listening(self.host)
+        for name in self.model_id or ():
+            check_model_id(name)
+        for origin in self.cors_origin or ():
+            checked_origin(origin)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys of the flag and of the file. Touches disk.
+
+        Raises: OptionError for one that no client can send, or a file without any.
+        """
+        return checked_keys(self.api_key or (), self.api_key_file)
+
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts that requests may name.
+
+        Raises: OptionError for what is none.
+        """
+        return tuple(checked_host(host) for host in self.allowed_host or ())
 
     def sequences(self, budget: int | None) -> int:
         """Return for how many answers that fill the context there is to be KV room at once."""
@@ -164,12 +196,12 @@ def serve(
     """Answer over HTTP, as OpenAI's API does."""
     source = one_of("MODEL", model_argument, "--model", engine.model)
     server.check()
+    keys, hosts = server.keys(), server.hosts()
     defaults = sampling.changes()
     budget = size_or_auto(engine.memory)
     cache_nbytes = _cache_nbytes(server.prompt_cache_size, budget, engine.reselect_every)
     from spile.console.terminal import note
     from spile.server.app import ServerOptions
-    from spile.server.guard import is_loopback
     from spile.server.listen import open_socket
     from spile.server.run import Load, Serving
 
@@ -178,10 +210,10 @@ def serve(
     if host.startswith("[") and host.endswith("]"):  # as in a URL
         host = host[1:-1]
     loopback = is_loopback(host)
-    if not loopback and server.api_key is None:
+    if not loopback and not keys:
         raise OptionError(
             f"--host {host} lets others reach this server, and it has no key",
-            "Give --api-key KEY (or SPILE_API_KEY), or leave --host out.",
+            "Give --api-key KEY, --api-key-file FILE or SPILE_API_KEY, or leave --host out.",
         )
     with open_socket(host, server.port) as listener:
         address = _url(listener.getsockname())
@@ -197,14 +229,16 @@ def serve(
             )
 
         options = ServerOptions(
-            model_ids=_model_ids(source, server.model_id),
-            api_key=server.api_key,
+            model_ids=_model_ids(source, server.model_id or ()),
+            num_listed=max(1, len(set(server.model_id or ()))),
+            api_keys=keys,
+            hosts=hosts,
             origins=tuple(server.cors_origin or ()),
             is_loopback=loopback,
             most_body_nbytes=_most_body_nbytes(budget),
             budget_bytes=budget,
         )
-        Serving(
+        serving = Serving(
             listener,
             Load(open_model, has_budget=budget is not None, parallel=parallel),
             options,
@@ -212,12 +246,35 @@ def serve(
             max_queue=server.max_queue,
             defaults=defaults,
             on_ready=lambda model: note(
-                f"{model.summary}\nready: {address}/v1, a page to chat at {address}/", word=""
+                "\n".join(
+                    [
+                        model.summary or "",
+                        *(
+                            []
+                            if budget is not None
+                            else [_growth(cache_nbytes, serving.worker.answers_nbytes)]
+                        ),
+                        f"ready: {address}/v1, a page to chat at {address}/",
+                    ]
+                ),
+                word="",
             ),
-        ).run()
+        )
+        serving.run()
 
 
-def _model_ids(source: str | None, given: str | None) -> tuple[str, ...]:
+def _growth(cache_nbytes: int, answers_nbytes: int) -> str:
+    """Say how far a server without a budget may grow."""
+    from spile.sizes import format_size
+
+    return (
+        f"no --memory: beside the model it may grow by {format_size(cache_nbytes + answers_nbytes)}: "
+        f"{format_size(cache_nbytes)} for prompts read before (--prompt-cache-size) and "
+        f"{format_size(answers_nbytes)} for answers at once (--parallel, --context)"
+    )
+
+
+def _model_ids(source: str | None, given: Sequence[str]) -> tuple[str, ...]:
     """Return the names that clients may call the model by; the first is the one that answers have."""
     if source is None:
         own = ["demo"]
@@ -225,7 +282,7 @@ def _model_ids(source: str | None, given: str | None) -> tuple[str, ...]:
         own = [os.path.basename(os.path.realpath(os.path.expanduser(source)))]
     else:
         own = [source, source.rsplit("/", 1)[-1]]
-    return tuple(dict.fromkeys([given, *own] if given else own))
+    return tuple(dict.fromkeys([*given, *own]))
 
 
 def _cache_nbytes(asked: str | None, budget: int | None, reselect_every: int) -> int:

@@ -99,17 +99,26 @@ class GrammarTable:
         """Bytes that so many entries take, with the import and the parsers of a few answers."""
         return _IMPORT_NBYTES + num_entries * _ENTRY_NBYTES + _PARSERS_NBYTES
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Read all entries below `vocab_size`.
+    @staticmethod
+    def check(tokenizer: Tokenizer) -> None:
+        """Check that there can be a table, before any memory is taken for it.
 
         Raises: OptionError without llguidance; TextError for a tokenizer whose entries are no bytes.
         """
-        llguidance = _import()
+        _import()
         if not tokenizer.has_bytes:
             raise TextError(
                 f"{tokenizer.path} has entries whose text depends on what stands beside them: "
                 f"no grammar can be kept to with it"
             )
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Read all entries below `vocab_size`.
+
+        Raises: as `check`.
+        """
+        self.check(tokenizer)
+        llguidance = _import()
         self.num_entries = min(tokenizer.num_entries, vocab_size)
         eos_ids = sorted(token_id for token_id in tokenizer.eos_ids if token_id < self.num_entries)
         # A model without end tokens gets one that cannot be chosen.

@@ -8,7 +8,6 @@ Beyond OpenAI's: `reasoning_content` (and the same as `reasoning`) beside `conte
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
@@ -112,7 +111,7 @@ class Answers:
         self._task = task
         self._is_chat = request.kind == "chat"
         prefix = "chatcmpl" if self._is_chat else "cmpl"
-        self._id = f"{prefix}-{_unique(task)}"
+        self._id = f"{prefix}-{task.id}"
         self._created = int(time.time())
         self._model_id = model_id
         self._answers = [Answer(request, i) for i in range(len(request.prompts) * request.n)]
@@ -228,10 +227,6 @@ class Answers:
             "logprobs": {"content": answer.logprobs, "refusal": None} if asked else None,
             "finish_reason": answer.finish_reason,
         }
-
-
-def _unique(task: Task) -> str:
-    return f"{task.number:x}{secrets.token_hex(8)}"
 
 
 def _finite(logprob: float) -> float:

@@ -10,18 +10,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from spile.errors import OptionError, SpileError, quote
 from spile.server.answers import Answers
@@ -39,15 +37,16 @@ from spile.server.protocol import (
 from spile.server.replies import failure_reply, json_reply
 from spile.server.streams import COMMENT_SECONDS, EventStream, Mailbox, frames, until_gone, whole
 from spile.server.tasks import Failed, Task
+from spile.server.visits import CLIENT_LEFT, Visits, visit_of
 from spile.server.worker import Worker
 
 if TYPE_CHECKING:
     from spile.model import Model
 
-_HEADERS_SECONDS = 0.5  # that a stream's headers wait for the request to be found in order
 _BODY_SECONDS = 30.0  # that a client may take to send a body
 _DRAINED_FACTOR = 4  # of a body that is too large, how much is still read, so that the refusal arrives
-_NOBODY = Response(status_code=400)  # for a client that has left
+_NOBODY = Response(status_code=CLIENT_LEFT)  # for a client that has left
+_VERSION = "/v1"  # without which paths are answered too, as neighbours do
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,9 @@ class ServerOptions:
     """What a server is asked to be, beyond its model. Sizes in bytes, times in seconds."""
 
     model_ids: Sequence[str]  # by which requests may call the model; the first is what answers say
-    api_key: str | None = None
+    num_listed: int = 1  # of them, that the list of models has
+    api_keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()  # that requests may name beside a loopback address
     origins: Sequence[str] = ()
     is_loopback: bool = True
     most_body_nbytes: int = 16_000_000
@@ -71,18 +72,20 @@ class Service:
         self._options = options
         self._model_id = options.model_ids[0]
         self._created = int(time.time())
-        self._description = json_reply(
-            description(options.model_ids, needs_key=options.api_key is not None)
-        ).body
+        self._description = json_reply(description(options.model_ids, needs_key=bool(options.api_keys))).body
         self._page = load_page()
 
-    def app(self) -> ASGIApp:
+    def app(self) -> Visits:
         """Return the ASGI app."""
-        routes = [
+        versioned = [
             Route("/v1/chat/completions", self._door(self.chat), methods=["POST"]),
             Route("/v1/completions", self._door(self.complete), methods=["POST"]),
             Route("/v1/models", self._door(self.models), methods=["GET"]),
             Route("/v1/models/{model_id:path}", self._door(self.model), methods=["GET"]),
+        ]
+        routes = [
+            *versioned,
+            *(Route(one.path.removeprefix(_VERSION), one.endpoint, methods=one.methods) for one in versioned),
             Route("/tokenize", self._door(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._door(self.detokenize), methods=["POST"]),
             Route("/health", self._door(self.health), methods=["GET"]),
@@ -91,57 +94,55 @@ class Service:
             Route("/openapi.json", self._door(self.openapi), methods=["GET"]),
             Route("/", self._door(self.page), methods=["GET"]),
         ]
-        middleware = []
-        options = self._options
-        if options.origins:
-            middleware.append(
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=list(options.origins),
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["authorization", "content-type"],
-                    max_age=600,
-                )
-            )
-        middleware.append(
-            Middleware(
-                Guard, api_key=options.api_key, is_loopback=options.is_loopback, origins=options.origins
-            )
-        )
-        handlers: Any = {HTTPException: _http_failure, Exception: _fault}
-        app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        paths = frozenset(route.path.partition("{")[0] for route in routes)
+        handlers: Any = {HTTPException: partial(_http_failure, sorted(paths)), Exception: _fault}
+        app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return app
+        options = self._options
+        guard = Guard(
+            app,
+            api_keys=options.api_keys,
+            is_loopback=options.is_loopback,
+            hosts=options.hosts,
+            origins=options.origins,
+        )
+        return Visits(guard, paths=paths, log=self._worker.log, metrics=self._worker.metrics)
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, parse_chat(await self._body(http)))
+        body = await self._body(http)
+        return await self._answer(http, parse_chat(body), len(body))
 
     async def complete(self, http: HttpRequest) -> Response:
-        return await self._answer(http, parse_completion(await self._body(http)))
+        body = await self._body(http)
+        return await self._answer(http, parse_completion(body), len(body))
 
     async def models(self, http: HttpRequest) -> Response:
-        return json_reply({"object": "list", "data": [self._described()]})
+        listed = self._options.model_ids[: self._options.num_listed]
+        return json_reply({"object": "list", "data": [self._described(name) for name in listed]})
 
     async def model(self, http: HttpRequest) -> Response:
-        self._check_model(http.path_params["model_id"])
-        return json_reply(self._described())
+        name = http.path_params["model_id"]
+        self._check_model(name)
+        return json_reply(self._described(name))
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        prompt, rendering, adds_first, model = parse_tokenize(await self._body(http))
+        body = await self._body(http)
+        prompt, rendering, adds_first, model = parse_tokenize(body)
         self._check_model(model)
 
-        def encode(loaded: Model) -> list[int]:
-            return loaded.encode(prompt, add_bos=adds_first, **rendering)
+        def encode(loaded: Model, aside: bool) -> list[int]:
+            return loaded.encoded(prompt, add_bos=adds_first, aside=aside, **rendering).token_ids
 
-        token_ids = await asyncio.wrap_future(self._worker.call(encode))
+        token_ids = await asyncio.wrap_future(self._worker.beside(encode, len(body)))
         context = self._worker.context
         return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        token_ids, model = parse_detokenize(await self._body(http))
+        body = await self._body(http)
+        token_ids, model = parse_detokenize(body)
         self._check_model(model)
 
-        def decode(loaded: Model) -> str:
+        def decode(loaded: Model, aside: bool) -> str:
             if loaded.tokenizer is None:
                 raise RequestError("this model has no tokenizer: it has no text", param="tokens")
             for token_id in token_ids:
@@ -151,7 +152,7 @@ class Service:
                     )
             return b"".join(map(loaded.tokenizer.entry, token_ids)).decode(errors="replace")
 
-        return json_reply({"prompt": await asyncio.wrap_future(self._worker.call(decode))})
+        return json_reply({"prompt": await asyncio.wrap_future(self._worker.beside(decode, len(body)))})
 
     async def health(self, http: HttpRequest) -> Response:
         found = self._worker.health
@@ -172,19 +173,23 @@ class Service:
     async def page(self, http: HttpRequest) -> Response:
         return Response(self._page.body, headers=self._page.headers)
 
-    async def _answer(self, http: HttpRequest, request: Request) -> Response:
+    async def _answer(self, http: HttpRequest, request: Request, nbytes: int) -> Response:
         self._check_model(request.model)
         mailbox = Mailbox()
-        task = Task(request, mailbox.send)
+        visit = visit_of(http.scope)
+        task = visit.task = Task(request, mailbox.send, nbytes, visit.key)
         self._worker.submit(task)
         answers = Answers(request, task, self._model_id)
         cancel = partial(self._worker.cancel, task)
         if request.stream:
+            first = None
             try:
-                first = await mailbox.next(_HEADERS_SECONDS)
-            except BaseException:
-                cancel()
-                raise
+                first = await until_gone(mailbox.next(), http.receive)
+            finally:
+                if first is None:
+                    cancel()
+            if first is None:
+                return _NOBODY
             if isinstance(first, Failed):
                 return failure_reply(first.failure)
             seconds = self._options.comment_seconds
@@ -226,15 +231,15 @@ class Service:
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._options.model_ids:
             raise RequestError(
-                f"there is no model {quote(name)} here: there is {self._model_id}",
+                f"there is no model {quote(name)} here: there is {', '.join(self._options.model_ids)}",
                 param="model",
                 code="model_not_found",
                 status=404,
             )
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model_id,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "spile",
@@ -252,24 +257,38 @@ class Service:
             except ClientDisconnect:
                 return _NOBODY
             except (SpileError, MemoryError) as error:
-                failure = failure_of(error)
-                self._worker.metrics.refused(failure)
-                return failure_reply(failure)
+                return failure_reply(failure_of(error))
 
         return answer
 
 
-async def _http_failure(http: HttpRequest, error: Exception) -> Response:
+async def _http_failure(paths: Sequence[str], http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for these"
-    path = quote(http.url.path)[1:-1]
+    path = quote(http.scope["path"])[1:-1]
     if error.status_code == 404:
-        failure = Failure(404, f"there is nothing at {path}", "invalid_request_error", None, "not_found")
+        near = " or ".join(_near(http.scope["path"], paths))
+        hint = f"did you mean {near}?" if near else "OpenAI's API is at /v1; /openapi.json has all paths"
+        message = f"there is nothing at {path}: {hint}"
+        failure = Failure(404, message, "invalid_request_error", None, "not_found")
     elif error.status_code == 405:
         message = f"{path} does not take {quote(http.method)[1:-1]}"
         failure = Failure(405, message, "invalid_request_error", None, "method_not_allowed")
     else:
         failure = Failure(error.status_code, error.detail, "invalid_request_error")
     return failure_reply(failure, error.headers)
+
+
+def _near(path: str, paths: Sequence[str]) -> list[str]:
+    """Return the paths that may have been meant: one with the same end, whatever a wrong address put before it, else
+    those that are spelled alike.
+    """
+    parts = [part for part in path[:200].lower().split("/") if part]
+    for start in range(len(parts)):
+        end = "/".join(parts[start:])
+        found = [known for known in paths if known in (f"{_VERSION}/{end}", f"/{end}")]
+        if found:
+            return found[-1:]
+    return get_close_matches("/" + "/".join(parts), paths, 2, 0.7)
 
 
 async def _fault(http: HttpRequest, error: Exception) -> Response:

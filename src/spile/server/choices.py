@@ -1,7 +1,7 @@
 """Turns a request into the answers that it asks for, each a stream of the model that has not begun.
 
-It does not know whose turn it is, nor what becomes of the answers. Runs on the model's thread: prompts are encoded
-and checked here, so that whatever is wrong with a request is found before any work on it.
+It does not know whose turn it is, nor what becomes of the answers. Prompts are encoded and schemas compiled here, so
+that whatever is wrong with a request is found before any work on it, and beside the work on others.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ MOST_SCORED = 65_536
 OnPrefill = Callable[[Choice, int, int], None]  # the answer, tokens of its prompt done, and in all
 
 
-def make_choices(task: Task, model: Model, defaults: Mapping[str, Any], on_prefill: OnPrefill) -> None:
-    """Fill `task.choices`; `defaults` are sampling fields for requests that leave them out.
+def make_choices(
+    task: Task, model: Model, defaults: Mapping[str, Any], on_prefill: OnPrefill, *, aside: bool
+) -> None:
+    """Fill `task.choices`; `defaults` are sampling fields for requests that leave them out. `aside`: while another
+    thread computes.
 
-    Raises: SpileError for what the request cannot have.
+    Raises: SpileError for what the request cannot have; AsideError for a text that is too long to be encoded aside.
     """
     request = task.request
     if request.kind == "chat" and model.chat_template is None:
@@ -47,6 +50,7 @@ def make_choices(task: Task, model: Model, defaults: Mapping[str, Any], on_prefi
             raw=request.kind == "completion",
             tools=request.tools,
             template_arguments=request.template_arguments,
+            aside=aside,
         )
         if request.scores_prompt:
             num_scored += request.n * len(encoded.token_ids) * (1 + request.sampling["logprobs"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ from typing import Any
 import h11
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spile.errors import OptionError, SpileError
 from spile.server.errors import Failure
+from spile.server.visits import Visits
 
 MOST_HEAD_NBYTES = 65_536
 MOST_CONNECTIONS = 256
@@ -28,8 +29,16 @@ HEAD_SECONDS = 10.0  # that a request's head may take to come, and an idle conne
 GRACE_SECONDS = 4  # between a signal and the end, for what is being sent
 
 
+# What uvicorn says of a request, `Visits` says better, and within bounds.
+_SILENT = logging.Logger("spile.silent", logging.CRITICAL + 1)
+
+
 class Protocol(H11Protocol):
     """HTTP/1.1 with bounds on heads, time and connections."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _SILENT
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,8 +78,11 @@ class Protocol(H11Protocol):
         is_large = len(self.conn.trailing_data[0]) >= MOST_HEAD_NBYTES
         status = 431 if is_large else 400
         message = f"the head of the request has more than {MOST_HEAD_NBYTES:,} bytes" if is_large else msg
-        body = msgspec.json.encode(Failure(status, message, "invalid_request_error").body())
+        failure = Failure(status, message, "invalid_request_error", None, "malformed_request")
+        body = msgspec.json.encode(failure.body())
+        visits: Any = self.app
         headers = [
+            ("x-request-id", visits.refuse(failure, self.client)),
             ("content-type", "application/json"),
             ("connection", "close"),
             ("content-length", str(len(body))),
@@ -90,7 +102,7 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server with our signals: `on_stop` is called first, and the process lives to return."""
 
-    def __init__(self, app: ASGIApp, *, on_stop: Callable[[], None]) -> None:
+    def __init__(self, app: Visits, *, on_stop: Callable[[], None]) -> None:
         config = uvicorn.Config(
             app,
             http=Protocol,

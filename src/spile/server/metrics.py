@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spile.server.errors import Failure
 from spile.server.tasks import Figures, Task
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -41,7 +40,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.requests: dict[str, int] = {}  # finish reason or error code -> requests
+        self.requests: dict[tuple[str, int, str], int] = {}  # path, status and outcome -> requests
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.first_token_seconds = Histogram(_SECONDS)
         self.request_seconds = Histogram(_SECONDS)
@@ -61,7 +60,6 @@ class Metrics:
             for choice in task.choices:
                 stats = choice.stats
                 assert stats is not None, "all answers ended"
-                self._count(str(choice.finish_reason))
                 self.prompt_tokens += stats.prompt_tokens
                 self.cached_tokens += stats.cached_tokens
                 for histogram, value in (
@@ -84,20 +82,11 @@ class Metrics:
         with self._lock:
             self.completion_tokens += 1
 
-    def failed(self, task: Task, failure: Failure) -> None:
-        """Count a request that ended in an error."""
+    def ended(self, path: str, status: int, outcome: str) -> None:
+        """Count a request, however it ended: by finish reasons, an error's code, or `ok`."""
         with self._lock:
-            self._count(failure.code or failure.type)
-
-    def left(self, task: Task) -> None:
-        """Count a request whose client went away."""
-        with self._lock:
-            self._count("cancelled")
-
-    def refused(self, failure: Failure) -> None:
-        """Count a request that never came to the model."""
-        with self._lock:
-            self._count(failure.code or failure.type)
+            key = (path, status, outcome)
+            self.requests[key] = self.requests.get(key, 0) + 1
 
     def retry_seconds(self, parallel: int) -> int:
         """Guess when a place will be free, from what requests have taken so far."""
@@ -105,9 +94,6 @@ class Metrics:
             seconds = self.request_seconds
             mean = seconds.total / seconds.count if seconds.count else 1.0
         return min(max(math.ceil(mean / max(parallel, 1)), _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS)
-
-    def _count(self, outcome: str) -> None:
-        self.requests[outcome] = self.requests.get(outcome, 0) + 1
 
     def text(self, status: Mapping[str, Any]) -> str:
         """Return all of it, and the moment's picture that `Worker.status` gives."""
@@ -118,11 +104,11 @@ class Metrics:
                 lines.extend(_family(name, kind, what, [f"spile_{name} {_number(value)}"]))
 
         with self._lock:
-            outcomes = [
-                f'spile_requests_total{{outcome="{outcome}"}} {count}'
-                for outcome, count in sorted(self.requests.items())
+            requests = [
+                f'spile_requests_total{{path="{path}",status="{status}",outcome="{outcome}"}} {count}'
+                for (path, status, outcome), count in sorted(self.requests.items())
             ]
-            lines += _family("requests_total", "counter", "answers that ended, by how", outcomes)
+            lines += _family("requests_total", "counter", "requests that ended, by how", requests)
             one("prompt_tokens_total", "counter", "tokens of prompts", self.prompt_tokens)
             one("cached_prompt_tokens_total", "counter", "of these, known from before", self.cached_tokens)
             one("completion_tokens_total", "counter", "tokens of answers", self.completion_tokens)
@@ -142,7 +128,7 @@ class Metrics:
             one(
                 "tokens_per_second",
                 "gauge",
-                "of all answers, in the last seconds",
+                "of all answers, while they were given",
                 status["tokens_per_second"],
             )
             for name, what, histogram in (

@@ -52,8 +52,11 @@ def description(model_ids: Sequence[str], *, needs_key: bool = False) -> dict[st
         "components": {"schemas": schemas},
     }
     if needs_key:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"header": []}]
     return document
 
 

@@ -7,8 +7,24 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from spile.server.errors import Failure
+from spile.server.visits import visit_of
+
+
+class _FailureReply(Response):
+    """An error as OpenAI's clients expect it; who sees every request is told what it was."""
+
+    media_type = "application/json"
+
+    def __init__(self, failure: Failure, headers: dict[str, str]) -> None:
+        super().__init__(msgspec.json.encode(failure.body()), failure.status, headers)
+        self._failure = failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit_of(scope).refusal = self._failure
+        await super().__call__(scope, receive, send)
 
 
 def json_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -21,4 +37,4 @@ def failure_reply(failure: Failure, headers: Mapping[str, str] | None = None) ->
     more = dict(headers or {})
     if failure.retry_seconds is not None:
         more["retry-after"] = str(failure.retry_seconds)
-    return json_reply(failure.body(), failure.status, more)
+    return _FailureReply(failure, more)

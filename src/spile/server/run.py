@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # on their way to clients, threads' stacks.
 _REQUEST_NBYTES = 3_000_000
 _SERVER_NBYTES = 4_000_000
+# For a text that is encoded beside a computation: 18,000 letters of ASCII beside a table of 5 MB, and more where a
+# hundredth of the budget is more. A longer one borrows the pool's memory between two steps.
+_TEXT_NBYTES = 6_000_000
+_TEXT_SHARE = 100
 _STOP_SECONDS = 5.0
 
 
@@ -44,7 +48,8 @@ class Load:
             _warm(model)
             reserve = None
             if self.has_budget:
-                reserve = bytearray(_SERVER_NBYTES + self.parallel * _REQUEST_NBYTES)
+                model.text_room_nbytes = max(_TEXT_NBYTES, (model.budget_bytes or 0) // _TEXT_SHARE)
+                reserve = bytearray(_SERVER_NBYTES + model.text_room_nbytes + self.parallel * _REQUEST_NBYTES)
                 reserve[::4096] = b"\x01" * len(reserve[::4096])  # the plan sees pages that were written
             model.open()
             del reserve
@@ -93,6 +98,7 @@ class Serving:
         finally:
             self.worker.stop()
             self.worker.join(_STOP_SECONDS)
+            self.worker.log.close()
         if self.worker.error is not None and self.worker.model is None:
             raise self.worker.error
 

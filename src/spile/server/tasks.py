@@ -5,7 +5,7 @@ It does not know how either works. The loop makes a `Task` and reads its events;
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -98,8 +98,9 @@ class Choice:
     figures: Figures = field(default_factory=Figures)
     prompt_done: int = 0
     completion_tokens: int = 0
-    began: float | None = None  # time.perf_counter() of the first step, and of the first token
+    began: float | None = None  # time.perf_counter() of the first step, and of the first and the last token
     first: float | None = None
+    last: float | None = None  # of the last token
     logged: float = 0.0
     stats: Stats | None = None
     finish_reason: str | None = None
@@ -121,28 +122,47 @@ class Choice:
             tell(step)
 
 
-_numbers = itertools.count(1)
-
-
 @dataclass(eq=False)
 class Task:
     """One request. The thread calls `send`; the loop sets `is_cancelled` when nobody wants the answer any more."""
 
     request: Request
     send: Callable[[Event], None]
-    number: int = field(default_factory=lambda: next(_numbers))
+    nbytes: int = 0  # of its body
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
     created: float = field(default_factory=time.perf_counter)
     choices: list[Choice] = field(default_factory=list)
     is_cancelled: bool = False
     is_over: bool = False
+    failure: Failure | None = None  # that ended it
+    _on_over: Callable[[], None] | None = None
     _num_unread: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tell(self, event: Event) -> None:
         """Send an event to whoever reads this task's."""
+        if isinstance(event, Failed):
+            self.failure = event.failure
         with self._lock:
             self._num_unread += 1
         self.send(event)
+
+    def end(self) -> bool:
+        """Take note that no more work is done on it; say whether that is news."""
+        with self._lock:
+            is_news, self.is_over = not self.is_over, True
+            then, self._on_over = self._on_over, None
+        if then is not None:
+            then()
+        return is_news
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Do something once no more work is done on it: at once, or on the thread that ends it."""
+        with self._lock:
+            if not self.is_over:
+                self._on_over = then
+                return
+        then()
 
     def note_read(self) -> None:
         """Take note that an event was handed on to the client."""
@@ -153,6 +173,11 @@ class Task:
     def is_held_back(self) -> bool:
         """Whether its client reads too slowly for more."""
         return self._num_unread > MOST_UNREAD
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all its answers have ended as answers do."""
+        return bool(self.choices) and all(choice.stats is not None for choice in self.choices)
 
     @property
     def seconds(self) -> float:
@@ -166,14 +191,16 @@ class Task:
     def as_dict(self) -> dict[str, Any]:
         """Return what /status says of it."""
         tokens = sum(choice.completion_tokens for choice in self.choices)
-        firsts = [choice.first for choice in self.choices if choice.first is not None]
-        seconds = time.perf_counter() - min(firsts) if firsts else 0.0
-        phase = "answer" if firsts else "prompt" if any(c.began for c in self.choices) else "waiting"
+        times = [
+            (one.first, one.last) for one in self.choices if one.first is not None and one.last is not None
+        ]
+        seconds = max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
+        phase = "answer" if times else "prompt" if any(c.began for c in self.choices) else "waiting"
         return {
-            "id": self.number,
+            "id": self.id,
             "phase": phase,
             "prompt_done": sum(choice.prompt_done for choice in self.choices),
             "prompt_tokens": sum(choice.prompt_tokens for choice in self.choices),
             "completion_tokens": tokens,
-            "tokens_per_second": tokens / seconds if tokens > 1 and seconds > 0 else None,
+            "tokens_per_second": (tokens - len(times)) / seconds if seconds > 0 else None,
         }

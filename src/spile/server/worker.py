@@ -1,9 +1,10 @@
-"""Runs a model on a thread of its own: requests in, events out. The only thread that touches the model.
+"""Runs a model on a thread of its own: requests in, events out. The only thread that computes with it.
 
-It does not know HTTP. Several answers are worked on in turn (`schedule.py`), each a stream of the model with its
-own state, one step at a time: a piece of the prompt, or a token. Prompts are encoded here too, between two steps,
-as encoding borrows the pool's memory. Whatever a step raises ends its own request and no other; if the thread
-itself fails, everybody who waits is told, and everybody who comes.
+It does not know HTTP. A request is checked and encoded aside (`aside.py`), at once however busy the model is; only a
+text that is too long for that under a budget is encoded here, between two steps, as it borrows the pool's memory.
+Several answers are worked on in turn (`schedule.py`), each a stream of the model with its own state, one step at a
+time: a piece of the prompt, or a token. Whatever a step raises ends its own request and no other; if the thread itself
+fails, everybody who waits is told, and everybody who comes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from spile.errors import ReadError, SpileError
 from spile.generation.generate import Chunk
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes, peak_memory_bytes
+from spile.model import AsideError
+from spile.server.aside import Aside
 from spile.server.choices import entries_of, make_choices
-from spile.server.errors import BusyError, UnavailableError, failure_of
+from spile.server.errors import BusyError, Failure, UnavailableError, failure_of
 from spile.server.log import Log
 from spile.server.metrics import Metrics
 from spile.server.schedule import Schedule
@@ -38,7 +41,7 @@ Phase = Literal["loading", "ok", "failed", "stopping"]
 T = TypeVar("T")
 _LONGEST_WAIT = 0.05  # seconds: only while every client reads too slowly is there something to look for again
 _AVAILABLE_SHARE = 0.5
-_RATE_SECONDS = 5.0  # over which the rate of /status is taken
+_RATE_TOKENS = 200  # over which the rate of /status is taken
 
 
 class _LeftError(Exception):
@@ -72,6 +75,7 @@ class Worker:
         self.metrics = metrics or Metrics()
         self.log = log or Log()
         self.model: Model | None = None
+        self.answers_nbytes = 0  # that keys and values of all answers take at most, once the model is ready
         self._load = load
         self._parallel = parallel
         self._has_budget = has_budget
@@ -79,12 +83,16 @@ class Worker:
         self._on_end = on_end
         self._schedule: Schedule[Choice] = Schedule(parallel)
         self._tasks: list[Task] = []  # prepared, and not over
-        self._inbox: deque[Task | Callable[[], None]] = deque()
+        self._aside = Aside()
+        self._inbox: deque[Task | Callable[[], None]] = deque()  # tasks that were prepared
         self._num_accepted = 0  # requests that are not over
+        self._num_beside = 0  # calls that are not over
         self._wake = threading.Condition()
         self._is_stopping = False
         self._num_unreadable = 0  # requests in a row that failed as weights could not be read
-        self._token_times: deque[float] = deque(maxlen=1000)
+        self._token_seconds: deque[float] = deque(
+            maxlen=_RATE_TOKENS
+        )  # that steps took which chose a next token
         self._thread = threading.Thread(target=self._run, name="spile-model", daemon=True)
 
     def start(self) -> None:
@@ -98,16 +106,9 @@ class Worker:
         """
         with self._wake:
             self._check_phase()
-            most = self._parallel + self.max_queue
-            if self._num_accepted >= most:
-                seconds = self.metrics.retry_seconds(self._parallel)
-                raise BusyError(
-                    f"{self._num_accepted:,} requests run or wait, as many as the server takes; try again later",
-                    seconds,
-                )
+            self._check_room(self._num_accepted)
             self._num_accepted += 1
-            self._inbox.append(task)
-            self._wake.notify()
+        self._aside.do(partial(self._prepare, task, aside=True), task.nbytes)
 
     def cancel(self, task: Task) -> None:
         """End a request whose client has left: within a token, or a layer of its prompt."""
@@ -121,21 +122,39 @@ class Worker:
         Raises: UnavailableError.
         """
         future: Future[T] = Future()
+        with self._wake:
+            self._check_phase()
+            self._inbox.append(partial(self._call, future, function))
+            self._wake.notify()
+        return future
+
+    def beside(self, function: Callable[[Model, bool], T], nbytes: int) -> Future[T]:
+        """Do something that computes nothing, for a request of so many bytes: aside, and once more on the model's
+        thread if it raises AsideError. The function's second argument says which.
+
+        Raises: UnavailableError, BusyError.
+        """
+        future: Future[T] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
-                if self.model is None or self._is_stopping:
-                    raise UnavailableError("the server is ending", "shutting_down")
-                future.set_result(function(self.model))
+                future.set_result(function(self._text_model(), True))
+            except AsideError:
+                self._hand_on(partial(self._call, future, lambda model: function(model, False)))
             except Exception as error:
                 future.set_exception(error)
 
+        def note_end(future: Future[T]) -> None:
+            with self._wake:
+                self._num_beside -= 1
+
         with self._wake:
             self._check_phase()
-            self._inbox.append(run)
-            self._wake.notify()
+            self._check_room(self._num_beside)
+            self._num_beside += 1
+        future.set_running_or_notify_cancel()
+        future.add_done_callback(note_end)
+        self._aside.do(run, nbytes)
         return future
 
     def stop(self) -> None:
@@ -174,9 +193,7 @@ class Worker:
         model, counters, tasks = self.model, self.counters(), list(self._tasks)
         engine = self._engine() if self.phase == "ok" else None
         wanted = counters.hits + counters.misses
-        now = time.perf_counter()
-        recent = [at for at in list(self._token_times) if now - at < _RATE_SECONDS]
-        seconds = now - recent[0] if recent else 0.0
+        recent = list(self._token_seconds)
         sampling = model.sampling.changed(self.defaults) if model is not None else None
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
         return {
@@ -194,10 +211,18 @@ class Worker:
             "hits": counters.hits,
             "misses": counters.misses,
             "hit_rate": counters.hits / wanted if wanted else None,
-            "tokens_per_second": len(recent) / seconds if len(recent) > 1 and seconds > 0 else None,
+            "tokens_per_second": len(recent) / sum(recent) if sum(recent) > 0 else None,
             "sampling": {name: getattr(sampling, name) for name in names} if sampling else None,
             "requests": [task.as_dict() for task in tasks],
         }
+
+    def _check_room(self, num_requests: int) -> None:
+        if num_requests >= self._parallel + self.max_queue:
+            seconds = self.metrics.retry_seconds(self._parallel)
+            raise BusyError(
+                f"{num_requests:,} requests run or wait, as many as the server takes; try again later",
+                seconds,
+            )
 
     def _check_phase(self) -> None:
         if self.phase == "loading":
@@ -207,13 +232,78 @@ class Worker:
         if self.phase == "stopping" or self._is_stopping:
             raise UnavailableError("the server is ending", "shutting_down")
 
+    # What follows runs aside, or on the thread.
+
+    def _prepare(self, task: Task, *, aside: bool) -> None:
+        """Encode and check a request; then its answers wait for their turn."""
+        try:
+            if not task.is_cancelled:
+                make_choices(task, self._text_model(), self.defaults, self._note_prefill, aside=aside)
+                task.tell(Prepared())
+            self._hand_on(task)
+        except AsideError:
+            self._hand_on(partial(self._prepare, task, aside=False))
+        except Exception as error:
+            self._refuse(task, error)
+
+    def _text_model(self) -> Model:
+        if self.model is None or self._is_stopping:
+            raise self._ending()
+        return self.model
+
+    def _hand_on(self, item: Task | Callable[[], None]) -> None:
+        """Give the model's thread something to do; where it has ended, end that too."""
+        with self._wake:
+            is_taken = not self._is_stopping
+            if is_taken:
+                self._inbox.append(item)
+                self._wake.notify()
+        if not is_taken:
+            self._give_up(item)
+
+    def _give_up(self, item: Task | Callable[[], None]) -> None:
+        if isinstance(item, Task):
+            self._refuse(item, self._ending())
+        else:
+            item()  # and it says so
+
+    def _refuse(self, task: Task, error: Exception) -> None:
+        """End a request on which no work was done yet."""
+        for choice in task.choices:
+            choice.stream.close()
+        task.choices.clear()
+        self._end(task)
+        task.tell(Failed(self._told(task, error)))
+
+    def _told(self, task: Task, error: Exception) -> Failure:
+        """Return what a client is told of an error; where that is not all there is to it, the log has the rest."""
+        failure = failure_of(error)
+        if not isinstance(error, SpileError) or error.message not in failure.message:
+            self.log.failed(task.id, error)
+        return failure
+
+    def _call(self, future: Future[T], function: Callable[[Model], T]) -> None:
+        if not future.running() and not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function(self._text_model()))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _ending(self) -> UnavailableError:
+        if self.phase == "failed":
+            return UnavailableError("the model has failed; the server's log says why", "failed")
+        return UnavailableError("the server is ending", "shutting_down")
+
     # All below runs on the thread.
 
     def _run(self) -> None:
         try:
             self.model = self._load()
             engine = self.model.open()
-            self._schedule = Schedule(self._parallel, _room_nbytes(engine, self._has_budget))
+            room_nbytes = _room_nbytes(engine, self._has_budget)
+            self.answers_nbytes = min(room_nbytes, self._parallel * engine.kv_nbytes(engine.context))
+            self._schedule = Schedule(self._parallel, room_nbytes)
             with self._wake:
                 if not self._is_stopping:
                     self.phase = "ok"
@@ -227,6 +317,7 @@ class Worker:
                 traceback.print_exc()
         finally:
             self._abandon()
+            self._aside.stop()
             if self.model is not None:
                 with suppress(Exception):
                     self.model.close()
@@ -236,7 +327,7 @@ class Worker:
         """Do the next thing, or wait for one; return False at the end."""
         for item in self._take():
             if isinstance(item, Task):
-                self._prepare(item)
+                self._enqueue(item)
             else:
                 item()
         if self._is_stopping:
@@ -270,20 +361,13 @@ class Worker:
             return bool(self._schedule.waiting)
         return not all(choice.task.is_held_back for choice in running)
 
-    def _prepare(self, task: Task) -> None:
-        """Encode and check a request, and let its answers wait for their turn."""
+    def _enqueue(self, task: Task) -> None:
+        """Let a request's answers wait for their turn."""
         if task.is_cancelled:
-            self._end(task)
-            return
-        assert self.model is not None, "a model that was loaded"
-        try:
-            make_choices(task, self.model, self.defaults, self._note_prefill)
-        except Exception as error:
-            self._fail(task, error)
+            self._drop(task)
             return
         engine = self._engine()
         self._tasks.append(task)
-        task.tell(Prepared())
         for choice in task.choices:
             longest = {**self.defaults, **task.request.sampling}.get("max_tokens")
             longest = engine.context if longest is None else longest
@@ -313,8 +397,10 @@ class Worker:
             choice.first = now
         if chunk.token_id is not None:
             choice.completion_tokens += 1
+            choice.last = now
             self.metrics.said()
-            self._token_times.append(now)
+            if not was_prompt:
+                self._token_seconds.append(now - started)
         if chunk.finish_reason is None:
             task.tell(Said(choice.index, chunk, entries_of(chunk, self.model)))
             return
@@ -326,7 +412,6 @@ class Worker:
             self._tasks.remove(task)
             self._num_unreadable = 0
             self.metrics.answered(task)
-            self.log.answered(task)
             task.tell(Done())
             self._end(task)
 
@@ -342,13 +427,9 @@ class Worker:
 
     def _fail(self, task: Task, error: Exception) -> None:
         """End a request by an error that is its client's to know, and ours to log."""
-        failure = failure_of(error)
-        if failure.status >= 500:
-            self.log.failed(task, error)
         if isinstance(error, ReadError):
             self._num_unreadable += 1
-        self.metrics.failed(task, failure)
-        self._drop(task, partial(task.tell, Failed(failure)))
+        self._drop(task, partial(task.tell, Failed(self._told(task, error))))
 
     def _drop(self, task: Task, tell: Callable[[], None] = lambda: None) -> None:
         """Forget a request, and give what it holds back."""
@@ -358,15 +439,11 @@ class Worker:
                 choice.stream.close()
         if task in self._tasks:
             self._tasks.remove(task)
-        if task.is_cancelled and not task.is_over:
-            self.metrics.left(task)
-            self.log.left(task)
         tell()
         self._end(task)
 
     def _end(self, task: Task) -> None:
-        if not task.is_over:
-            task.is_over = True
+        if task.end():
             with self._wake:
                 self._num_accepted -= 1
 
@@ -376,17 +453,10 @@ class Worker:
             self._is_stopping = True
             items = list(self._inbox)
             self._inbox.clear()
-        if self.phase == "failed":
-            error = UnavailableError("the model has failed; the server's log says why", "failed")
-        else:
-            error = UnavailableError("the server is ending", "shutting_down")
         for item in items:
-            if isinstance(item, Task):
-                self._drop(item, partial(item.tell, Failed(failure_of(error))))
-            else:
-                item()
+            self._give_up(item)
         for task in list(self._tasks):
-            self._drop(task, partial(task.tell, Failed(failure_of(error))))
+            self._drop(task, partial(task.tell, Failed(failure_of(self._ending()))))
 
 
 def _is_pause(chunk: Chunk) -> bool:
