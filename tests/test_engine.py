@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,7 @@ from spile.machine import physical_cores
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
+from spile.residency import mapped
 from spile.sizes import parse_size
 
 SHAPE = SynthShape(
@@ -541,3 +543,26 @@ def test_mapped_engine_has_no_pool_to_resize(folder: Path) -> None:
     with pytest.raises(OptionError, match="mapped"):
         engine.resize(10**9)
     engine.close()
+
+
+def test_mapped_weights_outlive_the_threads_that_touch_them_where_nobody_closed(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an engine was dropped while its pages were still being touched; the weights went first, and the
+    process ended by SIGSEGV, once in hundreds under load.
+    """
+    alive: list[bool] = []
+    end = mapped._end
+
+    def watched(*arguments: Any) -> None:
+        alive.append(weights() is not None)
+        end(*arguments)
+
+    monkeypatch.setattr(mapped, "_end", watched)
+    engine = opened(golden / "mlx-2bit")
+    weights = weakref.ref(engine._weights)
+    engine.prefill(engine.new_state(), [1, 2, 3])
+    del engine
+    gc.collect()
+    assert alive == [True]
+    assert weights() is None

@@ -84,7 +84,7 @@ class CpuEngine:
             self._decoder = self._make_decoder(model, options.activation_bytes)
             self.experts: MappedExperts | Slots
             if plan.is_mapped:
-                self._touch = Touch(self._weights.ranges)
+                self._touch = Touch(self._weights.ranges, self._weights)
                 self.experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
                 codes, scales, biases = (
                     self._weights.tensor(f"{model.embedding_name}.{part}")
