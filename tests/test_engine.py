@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -33,6 +34,7 @@ from spile.machine import physical_cores
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
+from spile.residency import mapped
 from spile.residency.plan import LEAST_CONTEXT, MemoryNow, make_plan, smallest_budget
 from spile.sizes import parse_size
 
@@ -601,3 +603,26 @@ def test_closed_engine_gives_its_memory_back(tmp_path: Path, tiny_checkpoint: Ca
         held.append(current_memory_bytes())
     assert peak - held[0] > 8_000_000  # or there was nothing to give back
     assert max(held[1:]) - held[0] < 3_000_000
+
+
+def test_mapped_weights_outlive_the_threads_that_touch_them_where_nobody_closed(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an engine was dropped while its pages were still being touched; the weights went first, and the
+    process ended by SIGSEGV, once in hundreds under load.
+    """
+    alive: list[bool] = []
+    end = mapped._end
+
+    def watched(*arguments: Any) -> None:
+        alive.append(weights() is not None)
+        end(*arguments)
+
+    monkeypatch.setattr(mapped, "_end", watched)
+    engine = opened(golden / "mlx-2bit")
+    weights = weakref.ref(engine._weights)
+    engine.prefill(engine.new_state(), [1, 2, 3])
+    del engine
+    gc.collect()
+    assert alive == [True]
+    assert weights() is None

@@ -427,7 +427,7 @@ def test_mapped_file_that_became_shorter_is_an_error_not_a_crash(tmp_path: Path)
 def test_threads_that_make_pages_present_stop_when_nobody_closed_them() -> None:
     """Regression: a program that ended in an error died once more, of pages that were being unmapped."""
     buffer = aligned_buffer(64 * PAGE_NBYTES)
-    touch = Touch([(buffer.ctypes.data, len(buffer))])
+    touch = Touch([(buffer.ctypes.data, len(buffer))], buffer)
     end = touch._end
     assert end.alive
     assert end.atexit

@@ -63,13 +63,15 @@ def touch_requests(ranges: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
 class Touch:
     """Makes mapped pages present, in the background as a whole and at once where somebody waits."""
 
-    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Start making (address, nbytes) ranges present."""
+    def __init__(self, ranges: Sequence[tuple[int, int]], owner: object) -> None:
+        """Start making (address, nbytes) ranges present. `owner` keeps them mapped: it lives until the threads have
+        ended, in whatever order an engine that nobody closed is taken apart.
+        """
         self._front, self._back = _core.Reader(8), touch_reader()
         self._ticket = self._back.submit(touch_requests(ranges))
         self._complete = False
         # Also at exit, where nobody closed: the threads must not touch pages that are being unmapped.
-        self._end = weakref.finalize(self, _end, self._front, self._back)
+        self._end = weakref.finalize(self, _end, self._front, self._back, owner)
         self.stall_seconds = 0.0
 
     def is_complete(self) -> bool:
@@ -92,7 +94,7 @@ class Touch:
         self._end()
 
 
-def _end(front: _core.Reader, back: _core.Reader) -> None:
+def _end(front: _core.Reader, back: _core.Reader, owner: object) -> None:
     back.cancel()
     front.drain()
     back.drain()

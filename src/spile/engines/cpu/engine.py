@@ -111,7 +111,7 @@ class CpuEngine:
             self._decoder = self._make_decoder()
             policy = Policy(table.num_layers, table.num_experts)
             if plan.is_mapped:
-                self._touch = Touch(self._weights.ranges)
+                self._touch = Touch(self._weights.ranges, self._weights)
                 room = MappedRoom(table, self._weights.shard_addresses, self._touch)
                 self._pool = Pool(room, None, policy, 0)
                 codes, scales, biases = (
