@@ -37,13 +37,13 @@ from spile.generation.options import Sampling, sampling_of
 from spile.generation.prompt_reuse import PromptReuse, continued
 from spile.sizes import format_size, parse_size
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
-from spile.text.reasoning import ReasoningSplitter, can_reason
+from spile.text.reasoning import END, ReasoningSplitter, can_reason
 from spile.text.sidecar import Sidecar, eos_ids_of
 from spile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from spile.engines.base import Counters, Engine, State
-    from spile.generation.grammar import Grammar, GrammarTable
+    from spile.generation.grammar import Grammar, GrammarConstraint, GrammarTable
 
 # Characters that one token may stand for: Qwen2's longest entry is 128 spaces; composition (NFC) makes three
 # characters one at most.
@@ -58,6 +58,7 @@ class EncodedPrompt:
 
     token_ids: list[int]
     begins_inside: bool | None = None
+    prefill: str = ""  # what the prompt has of the answer already, after its reasoning
 
     def splitter(self) -> ReasoningSplitter | None:
         """Make what splits one answer."""
@@ -96,6 +97,7 @@ class Model:
         self._planned_context: int | None = None
         self._memory_bytes = memory_bytes
         self._grammar_table: GrammarTable | None = None
+        self._closing_ids: list[int] | None = None  # of what ends the reasoning
         self._grammar_nbytes = 0  # that the pool gave up for it
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
@@ -244,6 +246,10 @@ class Model:
             if constraint is not None:
                 raise OptionError("constraint and json_schema both say what the answer may be: give one")
             constraint = self.constraint(json_grammar(json_schema), begins_inside=encoded.begins_inside)
+            for what in constraint.unkept:
+                self._tell_once(f"the JSON schema is not kept to in this: {what}")
+        if options.thinking_budget >= 0 and encoded.begins_inside is not None:
+            constraint = self._thinking_limit(constraint, encoded, options.thinking_budget)
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
@@ -289,14 +295,19 @@ class Model:
         self._held.add(held)
         return held
 
-    def constraint(self, grammar: Grammar, *, begins_inside: bool | None = None) -> Constraint:
-        """Make what keeps one answer to a grammar; `begins_inside` is the encoded prompt's. The first takes the
-        memory of a table of all tokens for good: out of the budget, where there is one.
+    def constraint(
+        self, grammar: Grammar, *, begins_inside: bool | None = None, prefill: str = ""
+    ) -> GrammarConstraint:
+        """Make what keeps one answer to a grammar; `begins_inside` and `prefill` are the encoded prompt's. The first
+        takes the memory of a table of all tokens for good: out of the budget, where there is one.
 
         Raises: OptionError for a grammar that cannot be followed, or without llguidance; TextError without a
         tokenizer of bytes; BudgetError where the pool cannot give up the table's bytes.
         """
-        return self._opened_table().constraint(grammar, begins_inside=begins_inside)
+        found = self._opened_table().constraint(grammar, begins_inside=begins_inside)
+        if prefill:
+            found.begin(self._ids_of(prefill))
+        return found
 
     def prepare_grammars(self) -> None:
         """Take the memory that `constraint` needs now. Before the engine is opened the plan then counts it, which
@@ -315,12 +326,13 @@ class Model:
         think: bool = True,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        continues: bool = False,
         add_bos: bool = True,
     ) -> list[int]:
         """Turn a prompt into token ids, as `stream` does; without `add_bos` a text does not begin as the tokenizer
         begins every text.
         """
-        rendering = Rendering(raw, system, think, tools, template_arguments or {})
+        rendering = Rendering(raw, system, think, tools, template_arguments or {}, continues)
         return self._encode(prompt, rendering, add_bos=add_bos).token_ids
 
     def encoded(
@@ -330,12 +342,14 @@ class Model:
         raw: bool = False,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> EncodedPrompt:
-        """Turn a prompt into what `stream` answers later, once or several times.
+        """Turn a prompt into what `stream` answers later, once or several times. With `continues` the last message is
+        the beginning of the answer.
 
         Raises: as `stream`, but for the context.
         """
-        return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}))
+        return self._encode(prompt, Rendering(raw, None, True, tools, template_arguments or {}, continues))
 
     def close(self) -> None:
         """Close the engine, files and temporary folders. May be called twice."""
@@ -389,7 +403,26 @@ class Model:
                 f"the two do not belong together"
             )
         splitter = source.splitter
-        return EncodedPrompt(token_ids, None if splitter is None else splitter.is_thinking)
+        return EncodedPrompt(token_ids, None if splitter is None else splitter.is_thinking, source.prefill)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Return the ids of a text that is no prompt."""
+        assert self.tokenizer is not None, "asked for by what read text before"
+        with self._alone():
+            self._make_room(self.tokenizer, text)
+            return self.tokenizer.encode(text, add_bos=False)
+
+    def _thinking_limit(
+        self, constraint: Constraint | None, encoded: EncodedPrompt, budget: int
+    ) -> Constraint:
+        from spile.generation.thinking import ThinkingLimit
+
+        splitter, tokenizer = encoded.splitter(), self.tokenizer
+        assert splitter is not None, "only where there is reasoning"
+        assert tokenizer is not None, "which read it"
+        if self._closing_ids is None:
+            self._closing_ids = self._ids_of(f"{END}\n\n")
+        return ThinkingLimit(constraint, tokenizer.decoder(), splitter, self._closing_ids, budget)
 
     def _tell_once(self, note: str) -> None:
         if note not in self._told:

@@ -14,7 +14,7 @@ from spile.model import EncodedPrompt, Model
 from spile.server.constrain import make_constraint
 from spile.server.errors import RequestError
 from spile.server.tasks import Choice, Task
-from spile.server.tools import END, takes_tools
+from spile.server.tools import END, lack_for_tools
 
 OnPrefill = Callable[[Choice, int, int], None]  # the answer, tokens of its prompt done, and in all
 
@@ -31,16 +31,15 @@ def make_choices(task: Task, model: Model, defaults: Mapping[str, Any], on_prefi
             param="messages",
             code="no_chat_template",
         )
-    if request.tools and not takes_tools(model.chat_template):
-        raise RequestError(
-            "this model's chat template takes no tools", param="tools", code="unsupported_parameter"
-        )
+    if request.tools and (lack := lack_for_tools(model.chat_template)):
+        raise RequestError(f"this model's chat template {lack}", param="tools", code="unsupported_parameter")
     for prompt_index, prompt in enumerate(request.prompts):
         encoded = model.encoded(
             prompt,
             raw=request.kind == "completion",
             tools=request.tools,
             template_arguments=request.template_arguments,
+            continues=request.continues,
         )
         for index in range(request.n):
             choice = _make_choice(task, model, encoded, (prompt_index, index), defaults, on_prefill)
@@ -66,14 +65,18 @@ def _make_choice(
     if request.tools and request.one_call:
         given = sampling.get("stop", ())
         sampling["stop"] = [*([given] if isinstance(given, str) else given), END]
+    constraint = make_constraint(request, model, encoded)
+    if constraint is not None:
+        task.unkept = constraint.unkept
     stream = model.stream(
         encoded,
         pauses=True,
         on_prefill=note,
-        constraint=make_constraint(request, model, begins_inside=encoded.begins_inside),
+        constraint=constraint,
         **sampling,
     )
-    choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream)
+    prompt_ids = tuple(encoded.token_ids) if request.returns_ids else ()
+    choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream, prompt_ids)
     return choice
 
 

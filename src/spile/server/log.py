@@ -59,6 +59,8 @@ class Log:
             + ("" if figures.hit_rate is None else f", {100 * figures.hit_rate:.1f} % hits"),
             "/".join(str(choice.finish_reason) for choice in task.choices),
         ]
+        if task.unkept:
+            parts.append(f"not enforced: {', '.join(task.unkept)}")
         if not first.exact:
             parts.append("approximate")
         self.write(f"request {task.number}: {'; '.join(parts)}")

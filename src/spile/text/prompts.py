@@ -13,7 +13,7 @@ from typing import Any
 
 from spile.errors import OptionError, TextError
 from spile.text.messages import Message, checked_tools, plain_messages
-from spile.text.reasoning import ReasoningSplitter, begins_inside, can_reason
+from spile.text.reasoning import BEGIN, END, ReasoningSplitter, begins_inside, can_reason, has_ended
 from spile.text.sidecar import Sidecar
 from spile.text.template import render
 
@@ -29,7 +29,8 @@ class Rendering:
     """How a prompt becomes text.
 
     `raw` goes on from a text as it is, without template. `system` is put before the messages. `think` False
-    asks the template to leave reasoning out. `tools` and `arguments` are the template's.
+    asks the template to leave reasoning out. `tools` and `arguments` are the template's. With `continues` the last
+    message, an assistant's, is the beginning of the answer.
     """
 
     raw: bool = False
@@ -37,14 +38,18 @@ class Rendering:
     think: bool = True
     tools: Sequence[Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """The text that a model goes on from, and what splits its answer: None where it does not reason."""
+    """The text that a model goes on from, and what splits its answer: None where it does not reason, or no more.
+    `prefill` is what the text has of the answer already, without reasoning.
+    """
 
     text: str
     splitter: ReasoningSplitter | None = None
+    prefill: str = ""
 
 
 def is_ids(prompt: Any) -> bool:
@@ -101,15 +106,37 @@ def prompt_text(
             on_note("this model's chat template has no switch for its reasoning: it may reason all the same")
         arguments[_SWITCH] = False
     found = {name: text for name in _SPECIAL_TOKENS if (text := sidecar.special_token(name)) is not None}
+    plain = plain_messages(messages)
+    last = plain.pop() if rendering.continues else None
     text = render(
         template,
-        plain_messages(messages),
+        plain,
         special_tokens=found,
         arguments={**arguments, **rendering.arguments},
     )
-    if not can_reason(template):
+    reasons = can_reason(template)
+    begun = _begun(last, is_inside=reasons and begins_inside(text)) if last else ""
+    if not reasons:
+        return PromptText(text + begun, None, begun)
+    inside = begins_inside(text)
+    if begun:
+        inside = END not in begun and (inside or begun.startswith(BEGIN))
+        if not inside:
+            return PromptText(text + begun, None, begun.rpartition(END)[2].lstrip())
+    elif has_ended(text):
         return PromptText(text)
-    return PromptText(text, ReasoningSplitter(has_begun=begins_inside(text)))
+    return PromptText(text + begun, ReasoningSplitter(has_begun=inside))
+
+
+def _begun(message: Message, *, is_inside: bool) -> str:
+    """Return the beginning of an answer, its reasoning between the markers; with `is_inside` after the first."""
+    content = str(message["content"])
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought:
+        content = f"{BEGIN}\n{thought}" + (f"\n{END}\n\n{content}" if content else "")
+    if not is_inside or not content:
+        return content
+    return content[len(BEGIN) :].lstrip() if content.startswith(BEGIN) else f"\n{END}\n\n{content}"
 
 
 def _raw_text(prompt: str | Sequence[Message], rendering: Rendering) -> str:

@@ -59,8 +59,9 @@ def render(
     variables |= {**(special_tokens or {}), **(arguments or {})}
     try:
         compiled = _environment().from_string(template)
+        plain = [_with_arguments(message) for message in messages]
         return _joined(
-            compiled.generate(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            compiled.generate(messages=plain, add_generation_prompt=add_generation_prompt, **variables)
         )
     except _Refusal as error:
         raise TextError(f"the chat template refuses the messages: {error}") from error
@@ -73,6 +74,34 @@ def render(
 
 class _Refusal(Exception):
     """What a template raises by `raise_exception`."""
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments. Some templates go through them and some write them down: to these they are their JSON."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _with_arguments(message: Message) -> Message:
+    """Return a message whose calls have arguments that templates of either kind can use."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_as_arguments(call) for call in calls]} if calls else message
+
+
+def _as_arguments(call: Any) -> Any:
+    found = dict(call)
+    if isinstance(found.get("function"), Mapping):
+        found["function"] = _as_arguments(found["function"])
+    if isinstance(found.get("arguments"), dict):
+        found["arguments"] = _Arguments(found["arguments"])
+    return found
 
 
 def _joined(pieces: Iterable[str]) -> str:
