@@ -95,12 +95,15 @@ class _Walk:
                 kept[name] = self.schema(value, at, is_open=False)
             elif not self._is_left_out(name, value, schema, place, kept):
                 kept[name] = value
-        if (
-            self._open_refs is not None
-            and not is_open
-            and not is_part
-            and isinstance(kept.get("properties"), dict)
-        ):
+        beyond = [pattern for pattern in _names(schema.get("patternProperties")) if _is_beyond(pattern)]
+        if beyond:  # what has such a name may be anything
+            for pattern in beyond:
+                del kept["patternProperties"][pattern]
+                self._note(f"patternProperties {quote(pattern)}", place)
+            kept["additionalProperties"] = True
+        closes = self._open_refs is not None and not is_open and not is_part
+        named = schema.get("properties")
+        if closes and isinstance(named, dict) and named.keys() >= set(_names(schema.get("required"))):
             kept.setdefault("additionalProperties", False)
         return kept
 
@@ -114,7 +117,7 @@ class _Walk:
             if _speaks_of(schema, "string"):
                 self._note(f"format {quote(value)}", place)
             return True
-        if name == "pattern" and isinstance(value, str) and _PATTERN_BEYOND.search(value):
+        if name == "pattern" and isinstance(value, str) and _is_beyond(value):
             self._note(f"pattern {quote(value)}", place)
             return True
         if name in ("minProperties", "maxProperties"):
@@ -135,6 +138,10 @@ class _Walk:
 
 def _names(given: Any) -> list[str]:
     return [name for name in given if isinstance(name, str)] if isinstance(given, (dict, list)) else []
+
+
+def _is_beyond(pattern: str) -> bool:
+    return _PATTERN_BEYOND.search(pattern) is not None
 
 
 def _is_true(schema: Any) -> bool:
@@ -180,7 +187,7 @@ def _said_otherwise(name: str, value: Any, schema: dict[str, Any], kept: dict[st
         if rest <= {"additionalProperties"} and isinstance(others, (bool, dict)):
             if set(of_text) == {"enum"} and all(isinstance(one, str) for one in of_text["enum"]):
                 kept["properties"] = dict.fromkeys(of_text["enum"], others)
-            elif set(of_text) == {"pattern"} and not _PATTERN_BEYOND.search(str(of_text["pattern"])):
+            elif set(of_text) == {"pattern"} and not _is_beyond(str(of_text["pattern"])):
                 kept["patternProperties"] = {of_text["pattern"]: others}
             else:
                 return False
