@@ -22,7 +22,10 @@ from test_server_visits import counts
 USER = [{"role": "user", "content": "Hi"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REFUSES = "{% if messages[0].content == 'no' %}{{ raise_exception('not that') }}{% endif %}" + TEMPLATE
-NOT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "object"}}}}
+NOT = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "integer", "minimum": 5, "maximum": 2}},
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

@@ -167,7 +167,7 @@ def test_reasoning_before_it_is_free(says: Callable[..., Running]) -> None:
     ("schema", "reason"),
     [
         ({"type": "banana"}, "banana"),
-        ({"uniqueItems": True}, "uniqueItems"),
+        ({"not": {}}, "allows nothing"),
         ({"pattern": "(", "type": "string"}, "group"),
         ({"$ref": "#"}, "no text can follow it"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spile.server.tools import Arguments, CallBegun, Delta, Text, ToolCallParser, takes_tools
+from spile.server.tools import Arguments, CallBegun, Delta, Text, ToolCallParser, lack_for_tools
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it", "n": [1, {"x": 2}]}}\n</tool_call>'
 
@@ -49,7 +49,10 @@ def answer(text: str) -> tuple[str, list[tuple[str, str]], int]:
         (CALL, ("", [("look", '{"at": "it", "n": [1, {"x": 2}]}')], 1)),
         (f"Let me see.\n\n{CALL}\n", ("Let me see.", [("look", '{"at": "it", "n": [1, {"x": 2}]}')], 1)),
         (f"{CALL}\n{CALL}", ("", [("look", '{"at": "it", "n": [1, {"x": 2}]}')] * 2, 2)),
-        (f"a\n{CALL}\nb", ("ab", [("look", '{"at": "it", "n": [1, {"x": 2}]}')], 1)),
+        (f"a\n{CALL}\nb", ("a\n\nb", [("look", '{"at": "it", "n": [1, {"x": 2}]}')], 1)),
+        ('I call. <tool_call>{"name":"f"}</tool_call> Done.\n', ("I call.  Done.\n", [("f", "{}")], 1)),
+        ('\n<tool_call>{"name":"f"}</tool_call>\nDone.', ("Done.", [("f", "{}")], 1)),
+        ('a <tool_call>?</tool_call> b', ("a <tool_call>?</tool_call> b", [], 0)),
         ('<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', ("", [("f", '{"a":1}')], 1)),
         ('<tool_call>{"name":"f"}</tool_call>', ("", [("f", "{}")], 1)),
         ('<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', ("", [("f", '{"a": 1}')], 1)),
@@ -175,7 +178,7 @@ def test_long_arguments_take_time_in_proportion() -> None:
     assert joined(parse(*(text[i : i + 4] for i in range(0, len(text), 4)))) == ("", [("f", arguments)])
 
 
-def test_templates_tell_whether_they_take_tools() -> None:
-    assert takes_tools("{% if tools %}<tool_call>{% endif %}")
-    assert not takes_tools("{{ messages }}")
-    assert not takes_tools(None)
+def test_a_template_says_what_it_lacks_for_tools() -> None:
+    assert lack_for_tools("{% if tools %}<tool_call>{% endif %}") is None
+    assert lack_for_tools("{{ messages }}") == lack_for_tools(None) == "takes no tools"
+    assert "a form of its own" in str(lack_for_tools("{% if tools %}<|python_tag|>{% endif %}"))

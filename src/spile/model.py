@@ -42,14 +42,14 @@ from spile.memory import trim
 from spile.sizes import parse_budget
 from spile.text.marks import Marks
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
-from spile.text.reasoning import ReasoningSplitter, can_reason
+from spile.text.reasoning import END, ReasoningSplitter, can_reason
 from spile.text.renderer import Renderer
 from spile.text.sidecar import Sidecar, eos_ids_of
 from spile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from spile.engines.base import Counters, Engine, State
-    from spile.generation.grammar import Grammar, GrammarTable
+    from spile.generation.grammar import Grammar, GrammarConstraint, GrammarTable
 
 
 _LONGEST_PIECE = 1 << 17  # characters
@@ -73,6 +73,7 @@ class EncodedPrompt:
 
     token_ids: list[int]
     begins_inside: bool | None = None
+    prefill: Sequence[int] = ()  # what the prompt has of the answer already, after its reasoning
 
     def splitter(self) -> ReasoningSplitter | None:
         """Make what splits one answer."""
@@ -114,6 +115,7 @@ class Model:
         self._memory_bytes = memory_bytes
         self._grammar_table: GrammarTable | None = None
         self._grammar_lock = threading.Lock()
+        self._closing_ids: list[int] | None = None  # of what ends the reasoning
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
@@ -280,6 +282,10 @@ class Model:
             if constraint is not None:
                 raise OptionError("constraint and json_schema both say what the answer may be: give one")
             constraint = self.constraint(json_grammar(json_schema), begins_inside=encoded.begins_inside)
+            for what in constraint.unkept:
+                self._tell_once(f"the JSON schema is not kept to in this: {what}")
+        if options.thinking_budget >= 0 and encoded.begins_inside is not None:
+            constraint = self._thinking_limit(constraint, encoded, options.thinking_budget)
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
@@ -334,14 +340,19 @@ class Model:
             self._held.add(held)
         return held
 
-    def constraint(self, grammar: Grammar, *, begins_inside: bool | None = None) -> Constraint:
-        """Make what keeps one answer to a grammar; `begins_inside` is the encoded prompt's. The first takes the
-        memory of a table of all tokens for good: out of the budget, where there is one.
+    def constraint(
+        self, grammar: Grammar, *, begins_inside: bool | None = None, prefill: Sequence[int] = ()
+    ) -> GrammarConstraint:
+        """Make what keeps one answer to a grammar; `begins_inside` and `prefill` are the encoded prompt's. The first
+        takes the memory of a table of all tokens for good: out of the budget, where there is one.
 
         Raises: OptionError for a grammar that cannot be followed, or without llguidance; TextError without a
         tokenizer of bytes; BudgetError where the pool cannot give up the table's bytes.
         """
-        return self._opened_table().constraint(grammar, begins_inside=begins_inside)
+        found = self._opened_table().constraint(grammar, begins_inside=begins_inside)
+        if prefill:
+            found.begin(prefill)
+        return found
 
     def prepare_grammars(self) -> None:
         """Take the memory that `constraint` needs now. Before the engine is opened the plan then counts it, which
@@ -360,12 +371,13 @@ class Model:
         think: bool = True,
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        continues: bool = False,
         add_bos: bool = True,
     ) -> list[int]:
         """Turn a prompt into token ids, as `stream` does; without `add_bos` a text does not begin as the tokenizer
         begins every text.
         """
-        rendering = Rendering(raw, system, think, tools, template_arguments or {})
+        rendering = Rendering(raw, system, think, tools, template_arguments or {}, continues)
         return self._encode(prompt, rendering, add_bos=add_bos).token_ids
 
     def encoded(
@@ -376,14 +388,16 @@ class Model:
         tools: Sequence[Any] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         add_bos: bool = True,
+        continues: bool = False,
         aside: bool = False,
     ) -> EncodedPrompt:
-        """Turn a prompt into what `stream` answers later, once or several times. With `aside` another thread may
-        compute at the same time, once a first text was encoded.
+        """Turn a prompt into what `stream` answers later, once or several times. With `continues` the last message is
+        the beginning of the answer. With `aside` another thread may compute at the same time, once a first text was
+        encoded.
 
         Raises: as `stream`, but for the context; with `aside` AsideError where a budget has no room for it.
         """
-        rendering = Rendering(raw, None, True, tools, template_arguments or {})
+        rendering = Rendering(raw, None, True, tools, template_arguments or {}, continues)
         return self._encode(prompt, rendering, add_bos=add_bos, aside=aside)
 
     def close(self) -> None:
@@ -501,7 +515,30 @@ class Model:
                 f"the two do not belong together"
             )
         splitter = source.splitter
-        return EncodedPrompt(token_ids, None if splitter is None else splitter.is_thinking)
+        prefill = (
+            tokenizer.encode(source.prefill, add_bos=False, hidden=source.hidden) if source.prefill else ()
+        )
+        return EncodedPrompt(token_ids, None if splitter is None else splitter.is_thinking, prefill)
+
+    def end_of_reasoning(self) -> list[int]:
+        """Return the ids that end reasoning whose budget is spent. The first call encodes them, and is not for a thread
+        beside the one that computes.
+        """
+        if self._closing_ids is None and self.tokenizer is not None:
+            with self._alone():
+                self._make_room(self.tokenizer, END)
+                self._closing_ids = self.tokenizer.encode(f"{END}\n\n", add_bos=False)
+        return self._closing_ids or []
+
+    def _thinking_limit(
+        self, constraint: Constraint | None, encoded: EncodedPrompt, budget: int
+    ) -> Constraint:
+        from spile.generation.thinking import ThinkingLimit
+
+        splitter, tokenizer = encoded.splitter(), self.tokenizer
+        assert splitter is not None, "only where there is reasoning"
+        assert tokenizer is not None, "which read it"
+        return ThinkingLimit(constraint, tokenizer.decoder(), splitter, self.end_of_reasoning(), budget)
 
     def _tell_once(self, note: str) -> None:
         if note not in self._told:

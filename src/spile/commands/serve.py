@@ -154,6 +154,12 @@ class DefaultFlags:
     max_tokens: Annotated[
         int | None, option("--max-tokens", metavar="N", help="Default: until the model ends.", panel=ANSWER)
     ] = None
+    thinking_budget: Annotated[
+        int | None,
+        option(
+            "--thinking-budget", metavar="N", help="Tokens of reasoning at most; -1 is any.", panel=ANSWER
+        ),
+    ] = None
 
     def changes(self) -> dict[str, Any]:
         """Return the sampling fields that were given.
@@ -166,6 +172,7 @@ class DefaultFlags:
             "top_k": self.top_k,
             "min_p": self.min_p,
             "max_tokens": self.max_tokens,
+            "thinking_budget": self.thinking_budget,
         }
         changes = {name: value for name, value in given.items() if value is not None}
         _DEFAULTS.changed(changes)

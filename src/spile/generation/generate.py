@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -44,8 +44,10 @@ class Constraint(Protocol):
         """Whether nothing may follow but the end."""
         ...
 
-    def allowed(self) -> NDArray[np.intp]:
-        """Return the ids that may come next, ascending, at least one; end tokens where the answer may end."""
+    def allowed(self) -> NDArray[np.intp] | None:
+        """Return the ids that may come next, ascending, at least one; end tokens where the answer may end.
+        None: all.
+        """
         ...
 
     def accept(self, token_id: int) -> None:
@@ -206,6 +208,7 @@ def generate(
     requested = time.perf_counter() if requested is None else requested
     num_entries = min(num_entries, engine.vocab_size)
     sampler = Sampler(sampling, num_entries, banned=eos_ids if sampling.ignore_eos else ())
+    ends = eos_ids | frozenset(sampling.stop_token_ids)
     answer = _Answer(decoder, splitter, StopFilter(sampling.stops))
     before = engine.counters()
     scorer = end_logprob = None
@@ -256,8 +259,11 @@ def generate(
         if on_prompt is not None:
             on_prompt(state)
         while sampling.max_tokens is None or clock.num_tokens < sampling.max_tokens:
-            token_id = sampler.sample(logits, constraint.allowed() if constraint else None)
-            if token_id in eos_ids:
+            allowed = constraint.allowed() if constraint else None
+            if clock.num_tokens < sampling.min_tokens:
+                allowed = _without(allowed, ends, num_entries)
+            token_id = sampler.sample(logits, allowed)
+            if token_id in ends:
                 clock.note_end()
                 finish_reason = "stop"
                 if scorer is not None:
@@ -296,6 +302,13 @@ def generate(
             kept.keep_answer(turn_cut(token_ids, eos_ids))
         if held is None:
             kept.close()
+
+
+def _without(allowed: NDArray[np.intp] | None, ends: Collection[int], num_entries: int) -> NDArray[np.intp]:
+    """Take the end out of what may come next, where something else may."""
+    ids = np.arange(num_entries) if allowed is None else allowed
+    left = ids[~np.isin(ids, list(ends))]
+    return left if len(left) else ids
 
 
 def _shifted(on_prefill: OnPrefill | None, start: int, total: int) -> OnPrefill | None:

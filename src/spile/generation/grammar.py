@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from spile import memory
 from spile.errors import OptionError, TextError, quote
+from spile.generation.schemas import kept_schema
 from spile.text.reasoning import BEGIN, END
 from spile.text.tokenizer import Tokenizer
 
@@ -45,34 +46,70 @@ _WHERE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer may be: rules in llguidance's form of Lark, of which `answer` is the whole."""
+    """What an answer may be: rules in llguidance's form of Lark, of which `answer` is the whole. `unkept` names what
+    was asked of it and is left out.
+    """
 
     rules: str
+    unkept: tuple[str, ...] = ()
 
 
-def json_grammar(schema: Any) -> Grammar:
+def json_grammar(schema: Any, *, is_closed: bool = False) -> Grammar:
     """Return the grammar of JSON that follows a schema; of any object with `{"type": "object"}`.
 
     Raises: OptionError for what is no schema. What llguidance cannot do, it says when the grammar is used.
     """
-    return Grammar(json_rule("answer", schema))
+    return json_rule("answer", schema, is_closed=is_closed)
 
 
-def json_rule(name: str, schema: Any) -> str:
-    """Return one rule, of JSON that follows a schema.
+def json_rule(name: str, schema: Any, *, is_closed: bool = False) -> Grammar:
+    """Return one rule, of JSON that follows a schema; `is_closed` as in `kept_schema`.
 
     Raises: OptionError for what is no schema.
     """
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(schema, dict):
+    if not isinstance(schema, (dict, bool)):
         raise OptionError(f"the JSON schema is {quote(schema)}: it must be an object")
+    schema, unkept = kept_schema(schema, is_closed=is_closed)
+    if isinstance(schema, bool):
+        if not schema:
+            raise OptionError("the JSON schema allows nothing: no text can follow it")
+        schema = {}
     _check_multiples(schema)
-    guided = {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE}}
+    # Of alternatives that overlap llguidance cannot exclude what follows two of them, and would refuse.
+    guided = {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, "coerce_one_of": True}}
     try:
-        return f"{name}: %json {json.dumps(guided, allow_nan=False)}\n"
+        return Grammar(f"{name}: %json {json.dumps(guided, allow_nan=False)}\n", unkept)
     except (ValueError, TypeError, RecursionError) as error:
         raise OptionError(f"the JSON schema is no JSON: {error}") from error
+
+
+def choice_grammar(choices: Collection[str]) -> Grammar:
+    """Return the grammar of one of these texts."""
+    return Grammar("answer: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices) + "\n")
+
+
+def regex_grammar(pattern: str) -> Grammar:
+    """Return the grammar of text that a pattern matches as a whole."""
+    escaped = re.sub(r"(\\.)|/|\n", lambda found: found[1] or ("\\n" if found[0] == "\n" else "\\/"), pattern)
+    return Grammar(f"answer: /{escaped}/\n")
+
+
+def given_grammar(text: str) -> Grammar:
+    """Return a grammar that was written elsewhere: llama.cpp's GBNF, with a rule `root`, or llguidance's Lark, with
+    a rule `start`.
+
+    Raises: OptionError for what is neither.
+    """
+    _import()
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if len(text) > _MOST_CHARACTERS:
+        raise OptionError(f"the grammar has {len(text):,} characters: {_MOST_CHARACTERS:,} is the most")
+    try:
+        lark = any_to_lark(text)
+    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+        raise OptionError(f"the grammar is no GBNF: {quote(str(error))[1:-1]}") from error
+    return Grammar(f"answer: %lark {{\n{lark.removeprefix('%llguidance {}')}\n}}\n")
 
 
 def _check_multiples(schema: dict[str, Any]) -> None:
@@ -140,13 +177,16 @@ class GrammarTable:
                 f"the schema has {len(grammar.rules):,} characters: {_MOST_CHARACTERS:,} is the most",
                 "Leave out descriptions, or ask for less at once.",
             )
-        return GrammarConstraint(self._tokenizer, _with_reasoning(grammar, begins_inside), self.num_entries)
+        lark = _with_reasoning(grammar, begins_inside)
+        return GrammarConstraint(self._tokenizer, lark, self.num_entries, grammar.unkept)
 
 
 class GrammarConstraint:
-    """Which ids may come next in one answer. Satisfies `spile.generation.generate.Constraint`."""
+    """Which ids may come next in one answer. Satisfies `spile.generation.generate.Constraint`. `unkept` names what was
+    asked and cannot be kept to.
+    """
 
-    def __init__(self, tokenizer: Any, lark: str, num_entries: int) -> None:
+    def __init__(self, tokenizer: Any, lark: str, num_entries: int, unkept: tuple[str, ...] = ()) -> None:
         llguidance = _import()
         limits = llguidance.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
         self._num_entries = num_entries
@@ -155,6 +195,9 @@ class GrammarConstraint:
         )
         self._mask = np.zeros((1, -(-tokenizer.vocab_size // 32)), np.int32)
         self._check()
+        if any("oneOf" in warning for warning in self._matcher.get_grammar_warnings()):
+            unkept += ("oneOf (taken as anyOf, as its alternatives overlap)",)
+        self.unkept = unkept
 
     @property
     def is_complete(self) -> bool:
@@ -172,6 +215,17 @@ class GrammarConstraint:
         self._check()
         bits = np.unpackbits(self._mask[0].view(np.uint8), bitorder="little", count=self._num_entries)
         return np.flatnonzero(bits)
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Take what the prompt has of the answer already.
+
+        Raises: OptionError where no answer begins so.
+        """
+        if self._matcher.try_consume_tokens(list(token_ids)) < len(token_ids):
+            raise OptionError(
+                "the last message is gone on from, and no answer that was asked for begins with its text",
+                "Send continue_final_message false to have a new answer.",
+            )
 
     def accept(self, token_id: int) -> None:
         """Take note of the token that was chosen, one of those allowed."""

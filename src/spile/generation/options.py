@@ -31,7 +31,8 @@ class Sampling:
 
     logprobs None means that none are asked for; 0 asks for those of the chosen tokens, n for the n likeliest
     alternatives too. stop texts end the answer and are no part of it. With ignore_eos end tokens are never
-    chosen, so that only a limit ends the answer: for benchmarks.
+    chosen, so that only a limit ends the answer: for benchmarks; before min_tokens none is. stop_token_ids end an
+    answer as end tokens do. After thinking_budget tokens of reasoning its end marker is written; -1 is no bound.
 
     Raises: OptionError naming parameter, value and range.
     """
@@ -49,6 +50,9 @@ class Sampling:
     logprobs: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    thinking_budget: int = -1
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)
@@ -66,6 +70,10 @@ class Sampling:
             _check_integer("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(f"ignore_eos is {quote(self.ignore_eos)}: it must be true or false")
+        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_integer("thinking_budget", self.thinking_budget, -1, 2**31 - 1)
+        for token_id in self.stop_token_ids:
+            _check_integer("a token id of stop_token_ids", token_id, 0, 2**31 - 1)
         # One form for what may be given in several; the value is still as new.
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stops(self.stop))

@@ -33,6 +33,8 @@ class Answer:
         self.text = ""  # without what became a tool call
         self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
+        self.token_ids: list[int] = []  # where they were asked for
+        self._returns_ids = request.returns_ids
         self.logprobs: list[dict[str, Any]] = []  # of chat; of completions, one object a token
         self._is_chat = request.kind == "chat"
         self._parser = ToolCallParser(request.tools) if request.tools else None
@@ -47,6 +49,8 @@ class Answer:
         """
         chunk = said.chunk
         deltas: list[dict[str, Any]] = []
+        if self._returns_ids and chunk.token_id is not None:
+            self.token_ids.append(chunk.token_id)
         if chunk.reasoning:
             self.reasoning += chunk.reasoning
             deltas.append({"reasoning_content": chunk.reasoning, "reasoning": chunk.reasoning})
@@ -141,6 +145,14 @@ class Answers:
                 choices.append(self._text_choice(said.index, delta.get("content", ""), found, None))
             if answer.finish_reason is not None:
                 choices.append(self._text_choice(said.index, "", None, answer.finish_reason))
+        if self.request.returns_ids and said.chunk.token_id is not None:
+            if not choices:
+                choices.append(
+                    self._chat_choice(said.index, {}, None, None)
+                    if self._is_chat
+                    else self._text_choice(said.index, "", None, None)
+                )
+            choices[-1]["token_ids"] = [said.chunk.token_id]
         return [self._chunk([choice]) for choice in choices]
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -150,6 +162,11 @@ class Answers:
     def whole(self) -> dict[str, Any]:
         """Return the whole answer; all choices have ended."""
         choices = [self._whole_choice(answer) for answer in self._answers]
+        if self.request.returns_ids:
+            prepared = {choice.index: choice for choice in self._task.choices}
+            for choice, answer in zip(choices, self._answers, strict=True):
+                choice["token_ids"] = answer.token_ids
+                choice["prompt_token_ids"] = list(prepared[answer.index].prompt_ids)
         return {**self._envelope(streamed=False), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
@@ -180,6 +197,7 @@ class Answers:
                 "compute_seconds": figures.compute_seconds,
                 "cached_tokens": cached,
                 "exact": first.exact,
+                "not_enforced": list(self._task.unkept),
                 "engine": first.engine,
                 "prompt_tokens_per_second": first.prompt_tokens_per_second,
                 "tokens_per_second": sum(rates) if rates else None,
@@ -189,6 +207,16 @@ class Answers:
             },
         }
 
+    def _counts(self) -> dict[str, Any]:
+        """Return the tokens so far."""
+        prompt = sum(choice.prompt_tokens for choice in self._task.choices[:: self.request.n])
+        completion = sum(choice.completion_tokens for choice in self._task.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
     def _envelope(self, *, streamed: bool) -> dict[str, Any]:
         chat = "chat.completion.chunk" if streamed else "chat.completion"
         kind = chat if self._is_chat else "text_completion"
@@ -196,6 +224,8 @@ class Answers:
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._envelope(streamed=True), "choices": choices}
+        if self.request.counts_on:
+            return {**chunk, "usage": self._counts()}
         return {**chunk, "usage": None} if self.request.include_usage else chunk
 
     @staticmethod

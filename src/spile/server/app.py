@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from spile.errors import OptionError, SpileError, quote
 from spile.server.answers import Answers
+from spile.server.encoding import BodyDecoder
 from spile.server.errors import Failure, RequestError, failure_of
 from spile.server.guard import Guard
 from spile.server.openapi import description
@@ -208,24 +209,26 @@ class Service:
         Raises: RequestError for one that is too large or too slow.
         """
         most, data, size = self._options.most_body_nbytes, bytearray(), 0
+        decoder = BodyDecoder(http.headers.get("content-encoding"))
         try:
             async with asyncio.timeout(_BODY_SECONDS):
                 async for chunk in http.stream():
                     size += len(chunk)
-                    if size <= most:
-                        data += chunk
+                    if size <= most and len(data) <= most:
+                        data += decoder.push(chunk, most + 1 - len(data))
                     elif size > most * _DRAINED_FACTOR:
                         break
         except TimeoutError:
             raise RequestError(
                 f"the body did not come in {_BODY_SECONDS:.0f} seconds", status=408, code="request_timeout"
             ) from None
-        if size > most:
+        if size > most or len(data) > most:
             raise RequestError(
                 f"the body has more than {most:,} bytes, the most that this server takes",
                 status=413,
                 code="request_too_large",
             )
+        decoder.finish()
         return bytes(data)
 
     def _check_model(self, name: str | None) -> None:

@@ -15,7 +15,7 @@ from spile.model import EncodedPrompt, Model
 from spile.server.constrain import make_constraint
 from spile.server.errors import RequestError
 from spile.server.tasks import Choice, Task
-from spile.server.tools import END, takes_tools
+from spile.server.tools import END, lack_for_tools
 
 # Numbers of a request's prompts, a token's log-probability and its alternatives: until the answer is sent, all
 # of them take at most some 30 MB (measured, client included).
@@ -39,10 +39,8 @@ def make_choices(
             param="messages",
             code="no_chat_template",
         )
-    if request.tools and not takes_tools(model.chat_template):
-        raise RequestError(
-            "this model's chat template takes no tools", param="tools", code="unsupported_parameter"
-        )
+    if request.tools and (lack := lack_for_tools(model.chat_template)):
+        raise RequestError(f"this model's chat template {lack}", param="tools", code="unsupported_parameter")
     num_scored = 0
     for prompt_index, prompt in enumerate(request.prompts):
         encoded = model.encoded(
@@ -50,6 +48,7 @@ def make_choices(
             raw=request.kind == "completion",
             tools=request.tools,
             template_arguments=request.template_arguments,
+            continues=request.continues,
             aside=aside,
         )
         if request.scores_prompt:
@@ -84,17 +83,21 @@ def _make_choice(
     if request.tools and request.one_call:
         given = sampling.get("stop", ())
         sampling["stop"] = [*([given] if isinstance(given, str) else given), END]
+    constraint = make_constraint(request, model, encoded)
+    if constraint is not None:
+        task.unkept = constraint.unkept
     stream = model.stream(
         encoded,
         pauses=True,
         on_prefill=note,
-        constraint=make_constraint(request, model, begins_inside=encoded.begins_inside),
+        constraint=constraint,
         prompt_logprobs=request.scores_prompt,
         **sampling,
     )
     if request.echo:
         stream = _after(_echo(request.prompts[prompt_index], encoded, model), stream)
-    choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream)
+    prompt_ids = tuple(encoded.token_ids) if request.returns_ids else ()
+    choice = Choice(task, prompt_index * request.n + index, len(encoded.token_ids), stream, prompt_ids)
     return choice
 
 

@@ -162,6 +162,8 @@ def summary(task: Task) -> str:
         f"Experts: {format_size(figures.bytes_read)} read"
         + ("" if figures.hit_rate is None else f", {100 * figures.hit_rate:.1f} % hits"),
     ]
+    if task.unkept:
+        parts.append(f"not enforced: {', '.join(task.unkept)}")
     if not first.exact:
         parts.append("approximate")
     return "; ".join(parts)

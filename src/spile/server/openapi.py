@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from spile import __version__
-from spile.server.wire import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from spile.server.wire import ALIASES, NEUTRAL, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _BODIES = {
     "ChatBody": ChatBody,
@@ -130,6 +130,12 @@ def _json(name: str) -> dict[str, Any]:
 def _request_schemas(model_ids: Sequence[str]) -> dict[str, Any]:
     """Return the schemas of the bodies' types, and add what those types leave to `protocol.py`."""
     _, schemas = msgspec.json.schema_components(_BODIES.values(), ref_template=_REFERENCE)
+    for name in ("ChatBody", "CompletionBody"):
+        properties = schemas[name]["properties"]
+        properties |= {alias: properties[ours] for alias, ours in ALIASES.items() if ours in properties}
+        for field, neutral in NEUTRAL.items():
+            values = {} if neutral is None else {"enum": [*neutral, None]}
+            properties[field] = {"description": "Accepted; has no effect.", **values}
     for name in _BODIES:
         schemas[name]["properties"]["model"] = {"enum": [*model_ids, None], "default": None}
     texts, ids = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -142,7 +148,10 @@ def _request_schemas(model_ids: Sequence[str]) -> dict[str, Any]:
     }
     null = {"type": "null"}
     tokenize = schemas["TokenizeBody"]
-    of_messages = ("tools", "chat_template_kwargs", "enable_thinking")
+    of_messages = (
+        *("tools", "chat_template_kwargs", "enable_thinking"),
+        *("add_generation_prompt", "continue_final_message"),
+    )
     tokenize["anyOf"] = [
         {
             "required": ["prompt"],
@@ -178,6 +187,7 @@ def _response_schemas() -> dict[str, Any]:
         ("hit_rate", "prompt_tokens_per_second", "tokens_per_second", "time_to_first_token_seconds"),
         _NUMBER_OR_NULL,
     )
+    took["not_enforced"] = _array({"type": "string"})  # of the form that was asked for
     took |= {"exact": {"type": "boolean"}, "engine": {"type": "string"}, "peak_memory_bytes": _COUNT}
     usage = _object(
         {

@@ -118,6 +118,8 @@ def _warm(model: Model) -> None:
     """
     if model.tokenizer is not None:
         model.encode("warm", raw=True)
+        if model.can_reason:
+            model.end_of_reasoning()
         if model.chat_template is not None:
             with suppress(SpileError):
                 model.encode([{"role": "user", "content": "warm"}])

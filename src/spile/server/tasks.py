@@ -95,6 +95,7 @@ class Choice:
     index: int
     prompt_tokens: int
     stream: Generator[Chunk, None, None]
+    prompt_ids: tuple[int, ...] = ()  # where they were asked for
     figures: Figures = field(default_factory=Figures)
     prompt_done: int = 0
     completion_tokens: int = 0
@@ -132,6 +133,7 @@ class Task:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     created: float = field(default_factory=time.perf_counter)
     choices: list[Choice] = field(default_factory=list)
+    unkept: tuple[str, ...] = ()  # what was asked of the answers' form and is not kept to
     is_cancelled: bool = False
     is_over: bool = False
     failure: Failure | None = None  # that ended it

@@ -5,8 +5,8 @@ The form is Maple's and Qwen's: a JSON object with a name and arguments, between
 not matter: the joined deltas are the same.
 
 Nothing that a model wrote is dropped. Arguments are passed on as they stand, valid JSON or not; what has no name
-becomes text again, markers included. White space around a call belongs to nothing. A marker inside of a JSON string
-is part of the string.
+becomes text again, markers included. White space around calls is kept where text stands before and after them, and
+belongs to nothing elsewhere. A marker inside of a JSON string is part of the string.
 """
 
 from __future__ import annotations
@@ -53,9 +53,16 @@ class Arguments:
 Delta = Text | CallBegun | Arguments
 
 
-def takes_tools(template: str | None) -> bool:
-    """Whether a chat template is that of a model that calls tools in this form."""
-    return template is not None and BEGIN in template and "tools" in template
+def lack_for_tools(template: str | None) -> str | None:
+    """Return what a chat template lacks for tools to be called in this form; None where it has it."""
+    if template is None or "tools" not in template:
+        return "takes no tools"
+    if BEGIN not in template:
+        return (
+            f"takes tools, and has calls written in a form of its own: the one that can be read here is a JSON object "
+            f'with "name" and "arguments" between {BEGIN} and {END}'
+        )
+    return None
 
 
 class ToolCallParser:
@@ -65,9 +72,11 @@ class ToolCallParser:
         """The tools are not looked at: a name that is none of them is for the client to answer."""
         self.num_calls = 0
         self._num_begun = 0
-        self._held = ""  # of plain text: what may become a marker, or white space that one may follow
+        self._space = ""  # white space that a call or more text may follow
+        self._held = ""  # what may become a marker
         self._call: _Call | None = None
-        self._skips_space = False  # after a call
+        self._has_said = False  # any text
+        self._is_after_call = False  # and no text since
 
     def push(self, text: str) -> list[Delta]:
         """Return what is certain of the text so far."""
@@ -79,29 +88,36 @@ class ToolCallParser:
     def flush(self) -> list[Delta]:
         """Return what was held back: the text is over. A call that was cut short is passed on as far as it came."""
         deltas: list[Delta] = []
-        held, self._held = self._held, ""
         if self._call is not None:
             self._end(deltas)
-        elif held and not (self._skips_space and held.isspace()):
-            deltas.append(Text(held))
+        elif self._held or not self._is_after_call:
+            self._say(self._held, deltas)
+        self._held = self._space = ""
         return deltas
 
     def _plain(self, text: str, deltas: list[Delta]) -> str:
         """Take text outside of calls; return what follows a marker."""
         text, self._held = self._held + text, ""
-        if self._skips_space:
-            text = text.lstrip()
         before, marker, rest = text.partition(BEGIN)
         if not marker:
-            before = text[: len(text) - held_back(text, BEGIN)].rstrip()
+            before = text[: len(text) - held_back(text, BEGIN)]
             self._held = text[len(before) :]
         said = before.rstrip()
         if said:
-            self._skips_space = False
-            deltas.append(Text(said))
+            self._say(said, deltas)
+        self._space += before[len(said) :]
         if marker:
-            self._call = _Call(self._num_begun, before[len(said) :] + BEGIN)
+            self._call = _Call(self._num_begun)
         return rest
+
+    def _say(self, text: str, deltas: list[Delta]) -> None:
+        """Give text out, with the white space before it; a text that begins after calls begins without."""
+        text, self._space = self._space + text, ""
+        if self._num_begun and not self._has_said:
+            text = text.lstrip()
+        if text:
+            self._has_said, self._is_after_call = True, False
+            deltas.append(Text(text))
 
     def _inside(self, text: str, deltas: list[Delta]) -> str:
         """Take text inside of a call; return what follows it."""
@@ -114,10 +130,11 @@ class ToolCallParser:
     def _end(self, deltas: list[Delta]) -> None:
         call, self._call = self._call, None
         assert call is not None, "only inside of a call"
-        call.finish(deltas)
+        if text := call.finish(deltas):
+            self._say(text, deltas)
         self._num_begun += call.has_begun
         self.num_calls += call.is_whole
-        self._skips_space = call.has_begun
+        self._is_after_call = self._is_after_call or call.has_begun
 
 
 class _Call:
@@ -127,13 +144,12 @@ class _Call:
     its object was closed or the marker came.
     """
 
-    def __init__(self, index: int, before: str) -> None:
-        """`before` is what stands before the object, should it become text again."""
+    def __init__(self, index: int) -> None:
         self.has_begun = False
         self.has_ended = False
         self.is_whole = False
         self._index = index
-        self._seen = [before]  # all of it, until there is a name
+        self._seen = [BEGIN]  # all of it, until there is a name
         self._step = _OPEN
         self._key = ""
         self._name: str | None = None
@@ -154,20 +170,20 @@ class _Call:
         self._tell(deltas)
         return ""
 
-    def finish(self, deltas: list[Delta]) -> None:
-        """Say the rest: the marker came, or the text is over."""
+    def finish(self, deltas: list[Delta]) -> str:
+        """Say the rest: the marker came, or the text is over. Return the text that it is where it is no call."""
         if not self.has_ended:
             for character in self._marker:
                 self._read(character, deltas)
         if not self.has_begun:
-            deltas.append(Text("".join(self._seen)))
-            return
+            return "".join(self._seen)
         if self._step is _VALUE and self._key == "arguments":
             self._given.append(self._token)  # a string that was not closed, as it stands
         self._tell(deltas)
         self.is_whole = self.has_ended or self._step is _CLOSED
         if self.is_whole and not self._has_told:
             deltas.append(Arguments(self._index, "{}"))
+        return ""
 
     def _take(self, character: str, deltas: list[Delta]) -> None:
         """Take one character, which may belong to the end marker."""

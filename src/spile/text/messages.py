@@ -97,10 +97,12 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function with its arguments as an object. A string that is none stays as the model wrote it:
-    a program that replays a damaged call is to be answered, not refused.
+    """Return a function with its arguments as an object, an empty one where there are none. A string that
+    is none stays as     the model wrote it: a program that replays a damaged call is to be answered, not refused.
     """
     plain = dict(function)
+    if "arguments" in plain and (plain["arguments"] is None or plain["arguments"] == ""):
+        plain["arguments"] = {}
     if isinstance(plain.get("arguments"), str):
         try:
             found = json.loads(plain["arguments"])

@@ -14,7 +14,7 @@ from typing import Any
 from spile.errors import OptionError, TextError
 from spile.text.marks import Hidden, Marks
 from spile.text.messages import Message, checked_tools, plain_messages
-from spile.text.reasoning import ReasoningSplitter, begins_inside, can_reason
+from spile.text.reasoning import BEGIN, END, ReasoningSplitter, begins_inside, can_reason, has_ended
 from spile.text.renderer import Renderer
 from spile.text.sidecar import Sidecar
 
@@ -30,7 +30,8 @@ class Rendering:
     """How a prompt becomes text.
 
     `raw` goes on from a text as it is, without template. `system` is put before the messages. `think` False
-    asks the template to leave reasoning out. `tools` and `arguments` are the template's.
+    asks the template to leave reasoning out. `tools` and `arguments` are the template's. With `continues` the last
+    message, an assistant's, is the beginning of the answer.
     """
 
     raw: bool = False
@@ -38,17 +39,20 @@ class Rendering:
     think: bool = True
     tools: Sequence[Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
 
 @dataclass(frozen=True)
 class PromptText:
-    """The text that a model goes on from, and what splits its answer: None where it does not reason. `hidden` says
-    what was replaced in it so that nobody but the template makes a mark.
+    """The text that a model goes on from, and what splits its answer: None where it does not reason, or no more.
+    `hidden` says what was replaced in it so that nobody but the template makes a mark; `prefill` is what the text has
+    of the answer already, without reasoning.
     """
 
     text: str
     splitter: ReasoningSplitter | None = None
     hidden: Hidden | None = None
+    prefill: str = ""
 
 
 def is_ids(prompt: Any) -> bool:
@@ -118,11 +122,33 @@ def prompt_text(
     hidden = None
     if find_marks is not None:
         given, hidden = find_marks().hide(given)
+    last = given["messages"].pop() if rendering.continues else None
     text = renderer.render(
         template, **given, special_tokens=special, restore=None if hidden is None else hidden.restore
     )
-    splitter = ReasoningSplitter(has_begun=begins_inside(text)) if can_reason(template) else None
-    return PromptText(text, splitter, hidden)
+    reasons = can_reason(template)
+    inside = reasons and begins_inside(text)
+    begun = _begun(last, is_inside=inside) if last else ""
+    if not reasons:
+        return PromptText(text + begun, None, hidden, begun)
+    if begun:
+        inside = END not in begun and (inside or begun.startswith(BEGIN))
+        if not inside:
+            return PromptText(text + begun, None, hidden, begun.rpartition(END)[2].lstrip())
+    elif has_ended(text):
+        return PromptText(text, None, hidden)
+    return PromptText(text + begun, ReasoningSplitter(has_begun=inside), hidden)
+
+
+def _begun(message: Message, *, is_inside: bool) -> str:
+    """Return the beginning of an answer, its reasoning between the markers; with `is_inside` after the first."""
+    content = str(message["content"])
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought:
+        content = f"{BEGIN}\n{thought}" + (f"\n{END}\n\n{content}" if content else "")
+    if not is_inside or not content:
+        return content
+    return content[len(BEGIN) :].lstrip() if content.startswith(BEGIN) else f"\n{END}\n\n{content}"
 
 
 def _raw_text(prompt: str | Sequence[Message], rendering: Rendering) -> str:

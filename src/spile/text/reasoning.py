@@ -85,6 +85,11 @@ def begins_inside(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
+def has_ended(prompt: str) -> bool:
+    """Whether a prompt ends with the end marker: its template has closed the reasoning, and the answer follows."""
+    return prompt.rstrip().endswith(END)
+
+
 def can_reason(template: str) -> bool:
     """Whether a chat template is that of a model that reasons between the markers."""
     return BEGIN in template or END in template

@@ -55,7 +55,8 @@ class Templates:
                 self._source = self._compiled = None
                 self._compiled = self._environment.from_string(source)
                 self._source = source
-            text: str = self._compiled.render(variables)
+            messages = [_with_arguments(message) for message in variables.get("messages", ())]
+            text: str = self._compiled.render({**variables, "messages": messages})
         except _Refusal as error:
             raise TemplateFault(f"refuses the messages: {error}") from error
         except jinja2.TemplateSyntaxError as error:
@@ -67,6 +68,34 @@ class Templates:
 
 class _Refusal(Exception):
     """What a template raises by `raise_exception`."""
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments. Some templates go through them and some write them down: to these they are their JSON."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have arguments that templates of either kind can use."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_as_arguments(call) for call in calls]} if calls else message
+
+
+def _as_arguments(call: Any) -> Any:
+    found = dict(call)
+    if isinstance(found.get("function"), Mapping):
+        found["function"] = _as_arguments(found["function"])
+    if isinstance(found.get("arguments"), dict):
+        found["arguments"] = _Arguments(found["arguments"])
+    return found
 
 
 class _Generation(Extension):
