@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fakes import FakeEngine, FakeState
 from serving import EOS, fake_model, parse_frames, raw_request, running, until
 from spile.errors import BudgetError, ReadError
 from spile.server import listen
+from spile.server.intake import Limits
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -324,7 +326,7 @@ def test_missing_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    with running(lambda: fake_model(tmp_path), most_body_nbytes=1000) as server:
+    with running(lambda: fake_model(tmp_path), limits=replace(Limits.of(None), body_nbytes=1000)) as server:
         reply = server.send("/v1/completions", {"prompt": "x" * 200_000})
         assert (reply.status, reply.body["error"]["code"]) == (413, "request_too_large")
         assert server.send("/v1/completions", {"prompt": "x"}).status == 200

@@ -42,6 +42,7 @@ class EngineOptions:
     flash_head: bool = False  # the checkpoint's clustered head: approximate
     sequences: int = 1  # states at once that the plan keeps KV room for
     prompt_cache_bytes: int = 0  # of the budget, for keys and values of earlier prompts
+    reserved_bytes: int = 0  # of the budget, that others in this process or its helper processes may take
 
     def __post_init__(self) -> None:
         _check_choice("engine", self.engine, ENGINES)
@@ -67,6 +68,7 @@ class EngineOptions:
             ("shared_experts", self.shared_experts, 2**16),
             ("reselect_every", self.reselect_every, 2**30),
             ("prompt_cache_bytes", self.prompt_cache_bytes, 2**50),
+            ("reserved_bytes", self.reserved_bytes, 2**50),
         ):
             if isinstance(count, bool) or not isinstance(count, Integral) or not 0 <= count <= most:
                 raise OptionError(f"{name} is {quote(count)}: it must be an integer from 0 to {most:,}")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "process": "interpreter, libraries, text",
+    "reserved": "a server's requests, at most",
     "weights": "attention, routers, norms, row alphas",
     "head": "resident rows of the head, buffers for the others",
     "kv": "keys and values of a full context",

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 SERVER = "Server"
 _MOST_PORT = 65_535
 _MOST_PARALLEL, _MOST_QUEUE = 64, 10_000
-_LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 1_000_000, 16_000_000
 _PARALLEL = 4  # by default
 # Of a budget, for each answer whose whole context has KV room at once: the 20B Maple's takes 66 MB in 630 MB. Room for
 # four there left 16 slots of 6,144 (measured); short answers share the room of a long one all the same.
@@ -164,10 +163,14 @@ def serve(
     from spile.console.terminal import note
     from spile.server.app import ServerOptions
     from spile.server.guard import is_loopback
-    from spile.server.listen import open_socket
-    from spile.server.run import Load, Serving
+    from spile.server.intake import Limits
+    from spile.server.listen import open_socket, room_for_connections
+    from spile.server.run import Load, Serving, reserved_nbytes
+    from spile.sizes import format_size
 
     parallel = server.parallel or _PARALLEL
+    limits = Limits.of(budget, most_connections=room_for_connections())
+    reserved = reserved_nbytes(limits, parallel)
     host = server.host
     if host.startswith("[") and host.endswith("]"):  # as in a URL
         host = host[1:-1]
@@ -187,6 +190,7 @@ def serve(
                 model=source,
                 sequences=server.sequences(budget),
                 prompt_cache_bytes=cache_nbytes,
+                reserved_bytes=0 if budget is None else reserved,
                 prompts=prompts,
             )
 
@@ -195,18 +199,21 @@ def serve(
             api_key=server.api_key,
             origins=tuple(server.cors_origin or ()),
             is_loopback=loopback,
-            most_body_nbytes=_most_body_nbytes(budget),
+            limits=limits,
             budget_bytes=budget,
         )
         Serving(
             listener,
-            Load(open_model, has_budget=budget is not None, parallel=parallel),
+            Load(open_model),
             options,
             parallel=parallel,
             max_queue=server.max_queue,
             defaults=defaults,
             on_ready=lambda model: note(
-                f"{model.summary}\nready: {address}/v1, a page to chat at {address}/", word=""
+                f"{model.summary}\nrequests: {format_size(reserved)} at most, a body up to "
+                f"{format_size(limits.body_nbytes)}, {limits.connections} connections"
+                f"\nready: {address}/v1, a page to chat at {address}/",
+                word="",
             ),
         ).run()
 
@@ -234,13 +241,6 @@ def _cache_nbytes(asked: str | None, budget: int | None, reselect_every: int) ->
     if asked is None:
         return default_cache_nbytes(budget, is_held=False)
     return 0 if asked == "0" else parse_size(asked, name="--prompt-cache-size")
-
-
-def _most_body_nbytes(budget: int | None) -> int:
-    """Return the largest body that is taken: more than any context holds, but a small part of a budget."""
-    if budget is None:
-        return _MOST_BODY_NBYTES
-    return min(max(budget // 200, _LEAST_BODY_NBYTES), _MOST_BODY_NBYTES)
 
 
 def _url(address: Any) -> str:

@@ -49,6 +49,7 @@ class Parts:
     """Where each byte of a plan goes."""
 
     process: int  # what is resident before the engine opens: interpreter, libraries, text
+    reserved: int  # what others may still take: a server's requests
     weights: int  # attention, routers, norms, row alphas
     head: int  # its resident rows, and the ring that the others pass through
     kv: int  # of all sequences that may run at once
@@ -146,6 +147,7 @@ def _mapped_plan(
     flash = flash_head_nbytes(model, options)
     parts = Parts(
         process=process,
+        reserved=options.reserved_bytes,
         weights=total - expert_nbytes - head,
         head=head + flash,
         kv=options.sequences * kv_nbytes(config, options.context or min(context, 4096), chunk, kv),
@@ -263,6 +265,7 @@ class _Needs:
         model, options = self._model, self._options
         return Parts(
             process=self._process,
+            reserved=options.reserved_bytes,
             weights=resident_weight_nbytes(model),
             head=head_nbytes(model, head_rows) + self._flash,
             kv=options.sequences * kv_nbytes(model.config, context, chunk, self._kv),

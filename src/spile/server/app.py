@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from spile.errors import OptionError, SpileError, quote
 from spile.server.answers import Answers
 from spile.server.errors import Failure, RequestError, failure_of
 from spile.server.guard import Guard
+from spile.server.intake import Charge, Intake, Limits
 from spile.server.openapi import description
 from spile.server.page import load_page
 from spile.server.protocol import (
@@ -45,8 +47,12 @@ if TYPE_CHECKING:
     from spile.model import Model
 
 _HEADERS_SECONDS = 0.5  # that a stream's headers wait for the request to be found in order
-_BODY_SECONDS = 30.0  # that a client may take to send a body
-_DRAINED_FACTOR = 4  # of a body that is too large, how much is still read, so that the refusal arrives
+_CHOICE_NBYTES = 30_000  # of an answer that has not begun: generators, samplers, what it said
+_BIAS_NBYTES = 120  # of one token's, in each answer
+_TOKEN_NBYTES = 48  # of a prompt
+_ID_NBYTES = 8  # of one in JSON
+_LONGEST_ENTRY_NBYTES = 512
+_DECODED_IDS = 20_000  # at once: 30 ms, between two steps of the model
 _NOBODY = Response(status_code=400)  # for a client that has left
 
 
@@ -58,7 +64,7 @@ class ServerOptions:
     api_key: str | None = None
     origins: Sequence[str] = ()
     is_loopback: bool = True
-    most_body_nbytes: int = 16_000_000
+    limits: Limits = field(default_factory=lambda: Limits.of(None))
     budget_bytes: int | None = None
     comment_seconds: float = COMMENT_SECONDS
 
@@ -69,6 +75,7 @@ class Service:
     def __init__(self, worker: Worker, options: ServerOptions) -> None:
         self._worker = worker
         self._options = options
+        self._intake = Intake(options.limits)
         self._model_id = options.model_ids[0]
         self._created = int(time.time())
         self._description = json_reply(
@@ -114,10 +121,12 @@ class Service:
         return app
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, parse_chat(await self._body(http)))
+        return await self._answer(http, *await self._intake.take(http, parse_chat, self._answers_nbytes))
 
     async def complete(self, http: HttpRequest) -> Response:
-        return await self._answer(http, parse_completion(await self._body(http)))
+        return await self._answer(
+            http, *await self._intake.take(http, parse_completion, self._answers_nbytes)
+        )
 
     async def models(self, http: HttpRequest) -> Response:
         return json_reply({"object": "list", "data": [self._described()]})
@@ -127,31 +136,51 @@ class Service:
         return json_reply(self._described())
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        prompt, rendering, adds_first, model = parse_tokenize(await self._body(http))
-        self._check_model(model)
+        parsed, charge = await self._intake.take(http, parse_tokenize, lambda _, nbytes: nbytes * _ID_NBYTES)
+        with closing(charge):
+            prompt, rendering, adds_first, model = parsed
+            self._check_model(model)
+            context = self._worker.context
 
-        def encode(loaded: Model) -> list[int]:
-            return loaded.encode(prompt, add_bos=adds_first, **rendering)
+            def encode(
+                loaded: Model,
+            ) -> Response:  # made here, where the ids' memory is borrowed from the pool
+                token_ids = loaded.encode(prompt, add_bos=adds_first, **rendering)
+                return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
 
-        token_ids = await asyncio.wrap_future(self._worker.call(encode))
-        context = self._worker.context
-        return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
+            return await asyncio.wrap_future(self._worker.call(encode))
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        token_ids, model = parse_detokenize(await self._body(http))
-        self._check_model(model)
+        most = self._options.limits.body_nbytes
+        parsed, charge = await self._intake.take(
+            http, parse_detokenize, lambda parsed, _: 3 * min(most, len(parsed[0]) * _LONGEST_ENTRY_NBYTES)
+        )
+        with closing(charge):
+            token_ids, model = parsed
+            self._check_model(model)
+            text = bytearray()
 
-        def decode(loaded: Model) -> str:
-            if loaded.tokenizer is None:
-                raise RequestError("this model has no tokenizer: it has no text", param="tokens")
-            for token_id in token_ids:
-                if token_id >= loaded.vocab_size:
+            def decode(loaded: Model, piece: list[int]) -> None:
+                if loaded.tokenizer is None:
+                    raise RequestError("this model has no tokenizer: it has no text", param="tokens")
+                if (highest := max(piece)) >= loaded.vocab_size:
                     raise OptionError(
-                        f"tokens has {token_id:,}, none of the model's: they go from 0 to {loaded.vocab_size - 1:,}"
+                        f"tokens has {highest:,}, none of the model's: they go from 0 to {loaded.vocab_size - 1:,}"
                     )
-            return b"".join(map(loaded.tokenizer.entry, token_ids)).decode(errors="replace")
+                for entry in map(loaded.tokenizer.entry, piece):
+                    text.extend(entry)
+                    if len(text) > most:
+                        raise RequestError(
+                            f"the text has more than {most:,} bytes, the most that this server sends at once",
+                            param="tokens",
+                            status=413,
+                            code="request_too_large",
+                        )
 
-        return json_reply({"prompt": await asyncio.wrap_future(self._worker.call(decode))})
+            for start in range(0, len(token_ids), _DECODED_IDS):
+                piece = token_ids[start : start + _DECODED_IDS]
+                await asyncio.wrap_future(self._worker.call(partial(decode, piece=piece)))
+            return json_reply({"prompt": text.decode(errors="replace")})
 
     async def health(self, http: HttpRequest) -> Response:
         found = self._worker.health
@@ -172,11 +201,22 @@ class Service:
     async def page(self, http: HttpRequest) -> Response:
         return Response(self._page.body, headers=self._page.headers)
 
-    async def _answer(self, http: HttpRequest, request: Request) -> Response:
-        self._check_model(request.model)
+    def _answers_nbytes(self, request: Request, nbytes: int) -> int:
+        """Return the most that answering takes beside what was read: ids of prompts, and each answer's own."""
+        num_choices = len(request.prompts) * request.n
+        num_biases = len(request.sampling.get("logit_bias") or ())
+        prompts = min(nbytes, (self._worker.context or 0) * len(request.prompts)) * _TOKEN_NBYTES
+        return prompts + num_choices * (_CHOICE_NBYTES + num_biases * _BIAS_NBYTES)
+
+    async def _answer(self, http: HttpRequest, request: Request, charge: Charge) -> Response:
         mailbox = Mailbox()
-        task = Task(request, mailbox.send)
-        self._worker.submit(task)
+        task = Task(request, mailbox.send, charge.close)
+        try:
+            self._check_model(request.model)
+            self._worker.submit(task)
+        except BaseException:
+            charge.close()
+            raise
         answers = Answers(request, task, self._model_id)
         cancel = partial(self._worker.cancel, task)
         if request.stream:
@@ -190,38 +230,12 @@ class Service:
             seconds = self._options.comment_seconds
             return EventStream(frames(mailbox, first, task, answers, seconds), on_end=cancel)
         try:
-            ended = await until_gone(whole(mailbox, task, answers), http.receive)
+            ended = await until_gone(whole(mailbox, task, answers, charge), http.receive)
         finally:
             cancel()
         if ended is None:
             return _NOBODY
         return failure_reply(ended.failure) if isinstance(ended, Failed) else json_reply(answers.whole())
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        """Read a body, up to the limit.
-
-        Raises: RequestError for one that is too large or too slow.
-        """
-        most, data, size = self._options.most_body_nbytes, bytearray(), 0
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                async for chunk in http.stream():
-                    size += len(chunk)
-                    if size <= most:
-                        data += chunk
-                    elif size > most * _DRAINED_FACTOR:
-                        break
-        except TimeoutError:
-            raise RequestError(
-                f"the body did not come in {_BODY_SECONDS:.0f} seconds", status=408, code="request_timeout"
-            ) from None
-        if size > most:
-            raise RequestError(
-                f"the body has more than {most:,} bytes, the most that this server takes",
-                status=413,
-                code="request_too_large",
-            )
-        return bytes(data)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._options.model_ids:

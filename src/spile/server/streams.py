@@ -16,10 +16,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from spile.server.answers import Answers
+from spile.server.intake import Charge
 from spile.server.tasks import Done, Event, Failed, Said, Task
 
 COMMENT_SECONDS = 4.0  # of silence; clients and proxies are known to give up after 5 to 60
 STALL_SECONDS = 60.0  # that a client may take to read what it was sent
+# Of an answer that is kept until it is whole: a token, and an alternative to one with its place in the JSON.
+_SAID_NBYTES, _LOGPROB_NBYTES = 100, 600
+_CHARGED_NBYTES = 64_000  # at once
 _COMMENT = b": waiting for the model\n\n"
 _END = b"data: [DONE]\n\n"
 
@@ -104,12 +108,21 @@ async def frames(
         event = None
 
 
-async def whole(mailbox: Mailbox, task: Task, answers: Answers) -> Event:
-    """Take all of an answer in; return the event that ended it: `Done` or `Failed`."""
+async def whole(mailbox: Mailbox, task: Task, answers: Answers, charge: Charge) -> Event:
+    """Take all of an answer in, charged for as it grows; return the event that ended it: `Done` or `Failed`.
+
+    Raises: BusyError where there is no memory for more of it.
+    """
+    owed = 0
     while True:
         event = await mailbox.next()
         if isinstance(event, Said):
             answers.push(event)
+            logprob = event.chunk.logprob
+            owed += _SAID_NBYTES + (0 if logprob is None else (1 + len(logprob.top)) * _LOGPROB_NBYTES)
+            if owed >= _CHARGED_NBYTES:
+                charge.grow(owed)
+                owed = 0
         elif isinstance(event, (Done, Failed)):
             return event
         task.note_read()

@@ -130,6 +130,7 @@ class Task:
 
     request: Request
     send: Callable[[Event], None]
+    on_over: Callable[[], None] = lambda: None  # called once nothing of it is needed any more
     number: int = field(default_factory=lambda: next(_numbers))
     created: float = field(default_factory=time.perf_counter)
     choices: list[Choice] = field(default_factory=list)

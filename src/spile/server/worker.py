@@ -364,6 +364,7 @@ class Worker:
     def _end(self, task: Task) -> None:
         if not task.is_over:
             task.is_over = True
+            task.on_over()
             with self._wake:
                 self._num_accepted -= 1
 

@@ -135,6 +135,7 @@ def make_plan(
     def parts(experts: int) -> Parts:
         return Parts(
             process=process,
+            reserved=options.reserved_bytes,
             weights=weights,
             head=0,
             kv=options.sequences * caches.nbytes(context, chunk),

@@ -1,0 +1,275 @@
+"""A model, a budget and many hostile requests at once -> whether the server lived, and what it was charged, as a table.
+
+    python tools/stress_server.py MODEL [--budgets 300MB,630MB,1GB] [--kinds lists,tiny_messages] [--at-once 40]
+
+What bounds it: `spile serve` runs in a control group whose hard limit is its budget (needs root and Linux), so one byte
+over it is a kill. Each kind of body grows when it is read: forty of them come at once, each just under the largest body
+that is taken, and between them ordinary requests whose answers have to be those given alone.
+
+Prints one row a kind and budget; the last line is JSON, a list of objects with sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from served import Served, served
+from spile.server.intake import most_body_nbytes
+from spile.sizes import format_size, parse_size
+
+Bodies = Callable[[int], tuple[str, bytes]]  # about so many bytes -> path and body
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ORDINARY = {"prompt": "Why does sap run in spring?", "max_tokens": 3, "temperature": 0}
+_ORDINARY_TRIES = 40
+
+
+def _chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **more}
+
+
+def _filled(make: Callable[[str], dict[str, Any]], piece: str, nbytes: int, join: str = ",") -> bytes:
+    """Return a body whose hole holds as many pieces as there is room for."""
+    before, after = json.dumps(make("@@"), separators=(",", ":")).split('"@@"')
+    count = (nbytes - len(before) - len(after) - 16) // (len(piece) + len(join))
+    pieces = join.join([piece] * count)
+    return f"{before}{pieces}{after}".encode()
+
+
+def _numbered(make: Callable[[str], dict[str, Any]], piece: str, nbytes: int) -> bytes:
+    """Likewise, each piece with a number of its own."""
+    before, after = json.dumps(make("@@"), separators=(",", ":")).split('"@@"')
+    room, pieces, number = nbytes - len(before) - len(after) - 16, [], 0
+    while room > 0:
+        pieces.append(piece.replace("#", str(number)))
+        room -= len(pieces[-1]) + 1
+        number += 1
+    return f"{before}{','.join(pieces[:-1])}{after}".encode()
+
+
+def _in(kind: str, hole: Any) -> dict[str, Any]:
+    if kind == "kwargs":
+        return _chat(chat_template_kwargs={"a": hole})
+    if kind == "metadata":
+        return _chat(metadata={"a": hole})
+    if kind == "tool":
+        function = {"name": "f", "parameters": {"type": "object", "x": hole}}
+        return _chat(tools=[{"type": "function", "function": function}])
+    schema = {"name": "s", "schema": {"type": "object", "x": hole}}
+    return _chat(response_format={"type": "json_schema", "json_schema": schema})
+
+
+def _lists(where: str) -> Bodies:
+    return lambda n: (CHAT, _filled(lambda hole: _in(where, [hole]), "[]", n))
+
+
+_PROPERTIES = '{"type":"object","properties":{"a":{"type":"string"}}}'
+_TOOL = f'{{"type":"function","function":{{"name":"f#","parameters":{_PROPERTIES}}}}}'
+KINDS: dict[str, Bodies] = {
+    "lists": _lists("kwargs"),
+    "lists_tool": _lists("tool"),
+    "lists_metadata": _lists("metadata"),
+    "lists_schema": _lists("schema"),
+    "objects": lambda n: (CHAT, _filled(lambda hole: _in("kwargs", [hole]), "{}", n)),
+    "floats": lambda n: (CHAT, _filled(lambda hole: _in("kwargs", [hole]), "1.5", n)),
+    "small_keys": lambda n: (
+        CHAT,
+        json.dumps(_in("kwargs", {f"{number:x}": 0 for number in range(n // 9)}), separators=(",", ":")).encode(),
+    ),
+    "tiny_messages": lambda n: (
+        CHAT, _filled(lambda hole: {"max_tokens": 1, "messages": [hole]}, '{"role":"user","content":"x"}', n)),
+    "tiny_parts": lambda n: (
+        CHAT,
+        _filled(lambda hole: {"max_tokens": 1, "messages": [{"role": "user", "content": [hole]}]}, '""', n)),
+    "ids": lambda n: (COMPLETIONS, _filled(lambda hole: {"max_tokens": 1, "prompt": [hole]}, "777", n)),
+    "id_lists": lambda n: (COMPLETIONS, _filled(lambda hole: {"max_tokens": 1, "prompt": [hole]}, "[7]", n)),
+    "tools": lambda n: (CHAT, _numbered(lambda hole: _chat(tools=[hole]), _TOOL, n)),
+    "bias": lambda n: (COMPLETIONS, _bias(n)),
+    "stops": lambda n: (COMPLETIONS, _filled(lambda hole: {"prompt": "x", "stop": [hole]}, '"ab"', n)),
+    "deep": lambda n: (CHAT, b'{"messages":' + b"[" * (n // 2) + b"]" * (n // 2 - 20) + b"}"),
+    "text": lambda n: (CHAT, _text(n, "", "ab ")),
+    "wide_text": lambda n: (CHAT, _text(n, "\N{GRINNING FACE}", "ab ")),
+    "short_text": lambda n: (CHAT, _text(n // 8, "", "1")),
+    "tokenize": lambda n: ("/tokenize", json.dumps({"prompt": "7" * (n - 20)}).encode()),
+    "tokenize_half": lambda n: ("/tokenize", json.dumps({"prompt": "7" * (n // 2)}).encode()),
+    "detokenize": lambda n: ("/detokenize", _filled(lambda hole: {"tokens": [hole]}, "7", n)),
+    "logprobs": lambda _: (
+        COMPLETIONS, json.dumps({"prompt": "x", "logprobs": 20, "n": 16, "max_tokens": 4}).encode()),
+    "schema": lambda _: (CHAT, json.dumps(_schema(400)).encode()),
+    "required": lambda n: (
+        CHAT, _numbered(lambda hole: _chat(tools=[hole], tool_choice="required"), _TOOL, n // 20)),
+}  # fmt: skip
+
+
+def _text(n: int, first: str, piece: str) -> bytes:
+    text = first + piece * ((n - 200) // len(piece))
+    return json.dumps(_chat(messages=[{"role": "user", "content": text}]), ensure_ascii=False).encode()
+
+
+def _schema(num: int) -> dict[str, Any]:
+    properties = {f"p{number}": {"type": "string", "pattern": "^[a-z]{1,20}$"} for number in range(num)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return _chat(n=8, response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}})
+
+
+def _bias(n: int) -> bytes:
+    pairs = {str(number): 1 for number in range(n // 9)}
+    return json.dumps({"prompt": "x", "max_tokens": 1, "logit_bias": pairs}, separators=(",", ":")).encode()
+
+
+class Answers:
+    """What came back, of all kinds."""
+
+    def __init__(self) -> None:
+        self.hostile: Counter[str] = Counter()
+        self.ordinary: Counter[str] = Counter()
+
+
+def _post(port: int, path: str, body: bytes, seconds: float = 300) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def _hostile(server: Served, path: str, body: bytes, answers: Answers) -> None:
+    try:
+        status, _ = _post(server.port, path, body)
+        answers.hostile[str(status)] += 1
+    except (OSError, http.client.HTTPException):
+        answers.hostile["closed"] += 1
+
+
+def _upload(server: Served, nbytes: int, seconds: float, answers: Answers, end: threading.Event) -> None:
+    """Send half of a body and hold it open; with `seconds`, a piece so often."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(head)
+            connection.setblocking(False)
+            left = nbytes - 10
+            while not end.is_set():
+                with suppress(BlockingIOError):
+                    left -= connection.send(b" " * min(left, 1000 if seconds else 1 << 20))
+                try:
+                    if data := connection.recv(4096):
+                        answers.hostile[data.split(b" ", 2)[1].decode()] += 1
+                    return
+                except BlockingIOError:
+                    end.wait(seconds or 0.05)
+            answers.hostile["held"] += 1
+    except OSError:
+        answers.hostile["closed"] += 1
+
+
+def _ordinary(server: Served, wanted: str, answers: Answers, tries: int) -> None:
+    body = json.dumps(ORDINARY).encode()
+    for _ in range(tries):
+        try:
+            status, data = _post(server.port, COMPLETIONS, body)
+        except (OSError, http.client.HTTPException):
+            answers.ordinary["closed"] += 1
+            if server.process.poll() is not None:
+                return
+            continue
+        if status == 200 and json.loads(data)["choices"][0]["text"] != wanted:
+            answers.ordinary["other"] += 1
+        else:
+            answers.ordinary[str(status)] += 1
+        if status == 200:
+            return
+        time.sleep(random.uniform(0.3, 1.0))
+
+
+def measure(model: str, budget: str, kind: str, at_once: int) -> dict[str, Any]:
+    """Run one kind against one server."""
+    limit = parse_size(budget)
+    group_limit = limit
+    body_nbytes = most_body_nbytes(limit) - 100
+    answers, end = Answers(), threading.Event()
+    flags = [model, "--memory", budget] if model else ["--memory", budget]
+    started = time.monotonic()
+    with served(flags, group_bytes=group_limit) as server:
+        wanted = json.loads(_post(server.port, COMPLETIONS, json.dumps(ORDINARY).encode())[1])
+        text = wanted["choices"][0]["text"]
+        if kind in ("held", "slow"):
+            seconds = 0.2 if kind == "slow" else 0.0
+            threads = [
+                threading.Thread(target=_upload, args=(server, body_nbytes, seconds, answers, end))
+                for _ in range(250)
+            ]
+        else:
+            path, body = KINDS[kind](body_nbytes)
+            threads = [
+                threading.Thread(target=_hostile, args=(server, path, body, answers)) for _ in range(at_once)
+            ]
+        ordinary = [
+            threading.Thread(target=_ordinary, args=(server, text, answers, _ORDINARY_TRIES))
+            for _ in range(3)
+        ]
+        for index, thread in enumerate(threads):
+            thread.start()
+            if index % (len(threads) // 3 or 1) == 1 and index // (len(threads) // 3 or 1) < 3:
+                ordinary[index // (len(threads) // 3 or 1)].start()
+        for thread in ordinary:
+            if thread.ident is not None:
+                thread.join()
+        end.set()
+        for thread in threads:
+            thread.join()
+        alive = server.process.poll() is None
+        after = _post(server.port, COMPLETIONS, json.dumps(ORDINARY).encode())[0] if alive else None
+        row = {
+            "budget": budget,
+            "kind": kind,
+            "killed": not alive,
+            "charged_bytes": server.charged_bytes(),
+            "peak_bytes": server.usage()["peak_bytes"] if alive else None,
+            "hostile": dict(answers.hostile),
+            "ordinary": dict(answers.ordinary),
+            "after": after,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--budgets", default="300MB,630MB,1GB")
+    parser.add_argument("--kinds", default=",".join([*KINDS, "held", "slow"]))
+    parser.add_argument("--at-once", type=int, default=40)
+    arguments = parser.parse_args()
+    rows = []
+    names = ("budget", "kind", "killed", "charged", "VmHWM", "s")
+    print("{:>7} {:>15} {:>6} {:>8} {:>8} {:>5}  hostile | ordinary | after".format(*names), flush=True)
+    for budget in arguments.budgets.split(","):
+        for kind in arguments.kinds.split(","):
+            row = measure(arguments.model, budget, kind, arguments.at_once)
+            rows.append(row)
+            peak = format_size(row["peak_bytes"]) if row["peak_bytes"] else "-"
+            print(
+                f"{budget:>7} {kind:>15} {'KILLED' if row['killed'] else 'no':>6} "
+                f"{format_size(row['charged_bytes']):>8} {peak:>8} {row['seconds']:>5}  "
+                f"{row['hostile']} | {row['ordinary']} | {row['after']}",
+                flush=True,
+            )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
