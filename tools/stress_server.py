@@ -19,12 +19,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from served import Served, served
-from spile.server.intake import most_body_nbytes
+from spile.server.intake import TASK_NBYTES, Limits, cost_nbytes
 from spile.sizes import format_size, parse_size
 
 Bodies = Callable[[int], tuple[str, bytes]]  # about so many bytes -> path and body
@@ -103,7 +103,7 @@ KINDS: dict[str, Bodies] = {
     "tokenize_half": lambda n: ("/tokenize", json.dumps({"prompt": "7" * (n // 2)}).encode()),
     "detokenize": lambda n: ("/detokenize", _filled(lambda hole: {"tokens": [hole]}, "7", n)),
     "logprobs": lambda _: (
-        COMPLETIONS, json.dumps({"prompt": "x", "logprobs": 20, "n": 16, "max_tokens": 4}).encode()),
+        COMPLETIONS, json.dumps({"prompt": "x", "logprobs": 20, "n": 2, "max_tokens": 4}).encode()),
     "schema": lambda _: (CHAT, json.dumps(_schema(400)).encode()),
     "required": lambda n: (
         CHAT, _numbered(lambda hole: _chat(tools=[hole], tool_choice="required"), _TOOL, n // 20)),
@@ -124,6 +124,20 @@ def _schema(num: int) -> dict[str, Any]:
 def _bias(n: int) -> bytes:
     pairs = {str(number): 1 for number in range(n // 9)}
     return json.dumps({"prompt": "x", "max_tokens": 1, "logit_bias": pairs}, separators=(",", ":")).encode()
+
+
+FITS = "_fits"  # with this, a body that is as large as is taken
+# Those of which few are taken at the largest size come once more.
+KINDS_BY_DEFAULT = (
+    *KINDS,
+    *(
+        f"{kind}{FITS}"
+        for kind in ("lists", "lists_schema", "small_keys", "tiny_messages", "tiny_parts", "ids")
+    ),
+    *(f"{kind}{FITS}" for kind in ("tools", "bias", "wide_text", "tokenize", "detokenize")),
+    "held",
+    "slow",
+)
 
 
 class Answers:
@@ -193,56 +207,74 @@ def _ordinary(server: Served, wanted: str, answers: Answers, tries: int) -> None
         time.sleep(random.uniform(0.3, 1.0))
 
 
-def measure(model: str, budget: str, kind: str, at_once: int) -> dict[str, Any]:
-    """Run one kind against one server."""
-    limit = parse_size(budget)
-    group_limit = limit
-    body_nbytes = most_body_nbytes(limit) - 100
+def measure(server: Served, budget: str, kind: str, at_once: int, wanted: str) -> dict[str, Any]:
+    """Run one kind against a server."""
+    limits = Limits.of(parse_size(budget))
+    body_nbytes = limits.body_nbytes - 100
     answers, end = Answers(), threading.Event()
-    flags = [model, "--memory", budget] if model else ["--memory", budget]
     started = time.monotonic()
-    with served(flags, group_bytes=group_limit) as server:
-        wanted = json.loads(_post(server.port, COMPLETIONS, json.dumps(ORDINARY).encode())[1])
-        text = wanted["choices"][0]["text"]
-        if kind in ("held", "slow"):
-            seconds = 0.2 if kind == "slow" else 0.0
-            threads = [
-                threading.Thread(target=_upload, args=(server, body_nbytes, seconds, answers, end))
-                for _ in range(250)
-            ]
-        else:
-            path, body = KINDS[kind](body_nbytes)
-            threads = [
-                threading.Thread(target=_hostile, args=(server, path, body, answers)) for _ in range(at_once)
-            ]
-        ordinary = [
-            threading.Thread(target=_ordinary, args=(server, text, answers, _ORDINARY_TRIES))
-            for _ in range(3)
+    server.forget_charged()
+    before = server.charged_bytes()
+    if kind in ("held", "slow"):
+        seconds = 0.2 if kind == "slow" else 0.0
+        threads = [
+            threading.Thread(target=_upload, args=(server, body_nbytes, seconds, answers, end))
+            for _ in range(250)
         ]
-        for index, thread in enumerate(threads):
-            thread.start()
-            if index % (len(threads) // 3 or 1) == 1 and index // (len(threads) // 3 or 1) < 3:
-                ordinary[index // (len(threads) // 3 or 1)].start()
-        for thread in ordinary:
-            if thread.ident is not None:
-                thread.join()
-        end.set()
-        for thread in threads:
-            thread.join()
-        alive = server.process.poll() is None
-        after = _post(server.port, COMPLETIONS, json.dumps(ORDINARY).encode())[0] if alive else None
-        row = {
-            "budget": budget,
-            "kind": kind,
-            "killed": not alive,
-            "charged_bytes": server.charged_bytes(),
-            "peak_bytes": server.usage()["peak_bytes"] if alive else None,
-            "hostile": dict(answers.hostile),
-            "ordinary": dict(answers.ordinary),
-            "after": after,
-            "seconds": round(time.monotonic() - started, 1),
-        }
-    return row
+    else:
+        path, body = KINDS[kind.removesuffix(FITS)](body_nbytes)
+        if kind.endswith(FITS):
+            most = limits.request_nbytes - TASK_NBYTES - 1_500_000  # for its answer
+            while cost_nbytes(bytearray(body)) > most:
+                body_nbytes = int(body_nbytes * min(0.97, most / cost_nbytes(bytearray(body))))
+                path, body = KINDS[kind.removesuffix(FITS)](body_nbytes)
+        threads = [
+            threading.Thread(target=_hostile, args=(server, path, body, answers)) for _ in range(at_once)
+        ]
+    ordinary = [
+        threading.Thread(target=_ordinary, args=(server, wanted, answers, _ORDINARY_TRIES)) for _ in range(3)
+    ]
+    for index, thread in enumerate(threads):
+        thread.start()
+        if index % (len(threads) // 3) == 1 and index // (len(threads) // 3) < 3:
+            ordinary[index // (len(threads) // 3)].start()
+    for thread in ordinary:
+        thread.join()
+    if kind in ("held", "slow"):
+        end.wait(10)
+    end.set()
+    for thread in threads:
+        thread.join()
+    alive = server.process.poll() is None
+    return {
+        "budget": budget,
+        "kind": kind,
+        "killed": not alive,
+        "before_bytes": before,
+        "charged_bytes": server.charged_bytes(),
+        "resident_bytes": server.usage()["resident_bytes"] if alive else None,
+        "hostile": dict(answers.hostile),
+        "ordinary": dict(answers.ordinary),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def rows_of(model: str, budget: str, kinds: list[str], at_once: int) -> Iterator[dict[str, Any]]:
+    """Run all kinds against one server, and against another where it is killed."""
+    limit, left = parse_size(budget), list(kinds)
+    flags = [model, "--memory", budget] if model else ["--memory", budget]
+    while left:
+        with served(flags, group_bytes=limit) as server:
+            # Ids from all over the vocabulary: the pool is full before anything comes.
+            filling = {"prompt": [random.randrange(1000, 100_000) for _ in range(300)], "max_tokens": 1}
+            _post(server.port, COMPLETIONS, json.dumps(filling).encode())
+            answer = json.loads(_post(server.port, COMPLETIONS, json.dumps(ORDINARY).encode())[1])
+            wanted = answer["choices"][0]["text"]
+            while left:
+                row = measure(server, budget, left.pop(0), at_once, wanted)
+                yield row
+                if row["killed"]:
+                    break
 
 
 def main() -> None:
@@ -251,21 +283,21 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--budgets", default="300MB,630MB,1GB")
-    parser.add_argument("--kinds", default=",".join([*KINDS, "held", "slow"]))
+    parser.add_argument("--kinds", default=",".join(KINDS_BY_DEFAULT))
     parser.add_argument("--at-once", type=int, default=40)
     arguments = parser.parse_args()
     rows = []
-    names = ("budget", "kind", "killed", "charged", "VmHWM", "s")
-    print("{:>7} {:>15} {:>6} {:>8} {:>8} {:>5}  hostile | ordinary | after".format(*names), flush=True)
+    names = ("budget", "kind", "killed", "before", "charged", "VmRSS", "s")
+    print("{:>7} {:>17} {:>6} {:>8} {:>8} {:>8} {:>5}  hostile | ordinary".format(*names), flush=True)
     for budget in arguments.budgets.split(","):
-        for kind in arguments.kinds.split(","):
-            row = measure(arguments.model, budget, kind, arguments.at_once)
+        for row in rows_of(arguments.model, budget, arguments.kinds.split(","), arguments.at_once):
             rows.append(row)
-            peak = format_size(row["peak_bytes"]) if row["peak_bytes"] else "-"
+            resident = format_size(row["resident_bytes"]) if row["resident_bytes"] else "-"
             print(
-                f"{budget:>7} {kind:>15} {'KILLED' if row['killed'] else 'no':>6} "
-                f"{format_size(row['charged_bytes']):>8} {peak:>8} {row['seconds']:>5}  "
-                f"{row['hostile']} | {row['ordinary']} | {row['after']}",
+                f"{budget:>7} {row['kind']:>17} {'KILLED' if row['killed'] else 'no':>6} "
+                f"{format_size(row['before_bytes']):>8} {format_size(row['charged_bytes']):>8} {resident:>8} "
+                f"{row['seconds']:>5}  "
+                f"{row['hostile']} | {row['ordinary']}",
                 flush=True,
             )
     print(json.dumps(rows))

@@ -75,7 +75,7 @@ class Service:
     def __init__(self, worker: Worker, options: ServerOptions) -> None:
         self._worker = worker
         self._options = options
-        self._intake = Intake(options.limits)
+        self.intake = Intake(options.limits)
         self._model_id = options.model_ids[0]
         self._created = int(time.time())
         self._description = json_reply(
@@ -121,12 +121,10 @@ class Service:
         return app
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, *await self._intake.take(http, parse_chat, self._answers_nbytes))
+        return await self._answer(http, *await self.intake.take(http, parse_chat, self._answers_nbytes))
 
     async def complete(self, http: HttpRequest) -> Response:
-        return await self._answer(
-            http, *await self._intake.take(http, parse_completion, self._answers_nbytes)
-        )
+        return await self._answer(http, *await self.intake.take(http, parse_completion, self._answers_nbytes))
 
     async def models(self, http: HttpRequest) -> Response:
         return json_reply({"object": "list", "data": [self._described()]})
@@ -136,7 +134,7 @@ class Service:
         return json_reply(self._described())
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        parsed, charge = await self._intake.take(http, parse_tokenize, lambda _, nbytes: nbytes * _ID_NBYTES)
+        parsed, charge = await self.intake.take(http, parse_tokenize, lambda _, nbytes: nbytes * _ID_NBYTES)
         with closing(charge):
             prompt, rendering, adds_first, model = parsed
             self._check_model(model)
@@ -152,7 +150,7 @@ class Service:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         most = self._options.limits.body_nbytes
-        parsed, charge = await self._intake.take(
+        parsed, charge = await self.intake.take(
             http, parse_detokenize, lambda parsed, _: 3 * min(most, len(parsed[0]) * _LONGEST_ENTRY_NBYTES)
         )
         with closing(charge):

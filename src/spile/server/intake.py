@@ -38,7 +38,10 @@ _DRAINED_FACTOR = 4  # of a body that is too large, how much is still read, so t
 _INLINE_NBYTES = 64_000  # bodies up to this are read on the loop: well under a millisecond
 
 _LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 1_000_000, 16_000_000
-_LEAST_READ_NBYTES, _MOST_READ_NBYTES = 10_000_000, 384_000_000
+_LEAST_READ_NBYTES, _MOST_READ_NBYTES = (
+    10_000_000,
+    160_000_000,
+)  # the most: a million ids in one request, in 0.2 s
 _READ_SHARE = 0.025  # of a budget, for what bodies are when read
 _REQUEST_SHARE = 0.6  # of that, for one request
 # A connection's objects, its head and what comes before the body is asked for (`listen.py`), measured with 250 uploads
@@ -48,8 +51,8 @@ _LEAST_CONNECTIONS, _MOST_CONNECTIONS = 80, 256
 _CONNECTION_SHARE = 0.02
 
 # Bytes as Python objects, read by msgspec, checked against their type and made into what a template is given. Measured
-# with tracemalloc on CPython 3.11 for 200,000 of each: read and checked alone they are 96, 192, 151, 59 and 44.
-_LIST_NBYTES = 112
+# with tracemalloc on CPython 3.11 for 200,000 of each: read and checked alone they are 96 to 206, 192, 151, 59 and 44.
+_LIST_NBYTES = 176  # typed ones are made twice
 _OBJECT_NBYTES = 240
 _KEY_NBYTES = 160
 _STRING_NBYTES = 64
@@ -62,7 +65,7 @@ def most_body_nbytes(budget: int | None) -> int:
     """Return the largest body that is taken: more than any context holds, but a small part of a budget."""
     if budget is None:
         return _MOST_BODY_NBYTES
-    return min(max(budget // 200, _LEAST_BODY_NBYTES), _MOST_BODY_NBYTES)
+    return min(max(budget // 400, _LEAST_BODY_NBYTES), _MOST_BODY_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,10 @@ class Intake:
             raise
         return parsed, charge
 
-    async def beside(self, nbytes: int, function: Callable[..., T], *arguments: object) -> T:
-        """Do something that takes time in proportion to these bytes."""
-        return await self._do(nbytes, function, *arguments)
+    @property
+    def free_nbytes(self) -> tuple[int, int]:
+        """What is free for bodies that come in, and for requests."""
+        return self._uploads.free, self._requests.free
 
     def close(self) -> None:
         """End the thread."""

@@ -35,6 +35,8 @@ SOCKET_NBYTES = 65_536  # that the kernel may hold for a connection, each way: a
 HEAD_SECONDS = 10.0  # that a request's head may take to come, and an idle connection may stay
 GRACE_SECONDS = 4  # between a signal and the end, for what is being sent
 _OTHER_DESCRIPTORS = 96  # shards, libraries, the log, connections that are about to be closed
+_LINGER_SECONDS = 1.0  # that what a refused client still sends is dropped
+_FIRST_SECONDS = 1.0  # that a new connection is left to send its request
 _LARGE = "the head of the request has more than"
 _MOST_REASON = 200  # characters of what h11 says, which quotes the head
 _HEAD_END = re.compile(rb"\n\r?\n")
@@ -46,6 +48,7 @@ class Protocol(H11Protocol):
 
     most_connections = MOST_CONNECTIONS
     on_crowd: Callable[[], None] = staticmethod(lambda: None)
+    _is_refused = False
     _fault: str | None = None  # of a head that is refused, beyond what h11 finds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -61,12 +64,14 @@ class Protocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest for a request, else the one that has sent its body longest: this
-        one where all others are being answered.
+        one where all others are being answered. A new one gets a moment to say what it wants, where there is another.
         """
-        others: Any = self.connections
-        idle = [one for one in others if one.is_idle and one is not self]
-        sending = [one for one in others if one.conn.their_state is h11.SEND_BODY]
-        least = min(idle or sending or [self], key=lambda one: one.since)
+        now = self.loop.time()
+        others: list[Any] = [one for one in self.connections if one is not self]
+        idle = [one for one in others if one.is_idle]
+        old = [one for one in idle if now - one.since > _FIRST_SECONDS]
+        sending = [one for one in others if not one.is_idle and one.conn.their_state is h11.SEND_BODY]
+        least = min(old or sending or idle or [self], key=lambda one: one.since)
         self.connections.discard(least)
         if least.is_idle:
             least.transport.close()
@@ -102,6 +107,8 @@ class Protocol(H11Protocol):
             self.timeout_keep_alive_task = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         if self.conn.their_state is not h11.IDLE:
             super().data_received(data)
             return
@@ -140,7 +147,10 @@ class Protocol(H11Protocol):
         )
         self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
         self.transport.write(self.conn.send(h11.EndOfMessage()) or b"")
-        self.transport.close()
+        # What still comes is dropped for a moment: closed at once, the connection is reset and the reply may be lost.
+        self._is_refused = True
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
 
 def _fault_of(data: bytes) -> str | None:

@@ -80,8 +80,9 @@ class Serving:
             on_ready=on_ready,
             on_end=self._note_end,
         )
+        self.service = Service(self.worker, options)
         self.server = Server(
-            Service(self.worker, options).app(),
+            self.service.app(),
             on_stop=self.worker.stop,
             most_connections=options.limits.connections,
             on_crowd=self._note_crowd,
