@@ -314,7 +314,7 @@ def test_malformed_request_is_refused_with_the_reason(
 
 
 def test_large_requests_hold_up_nobody(tmp_path: Path) -> None:
-    """A million ids to complete, 700,000 to decode, 400,000 messages: each is read, and refused or answered, on the side."""
+    """A million ids, 700,000 to decode, 400,000 messages: each is read, and refused or answered, on the side."""
     bodies = [
         ("/v1/completions", filled('{"prompt":[', "777", "]}", 1_000_000)),
         ("/detokenize", filled('{"tokens":[', "77", "]}", 700_000)),

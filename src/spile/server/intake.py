@@ -25,6 +25,7 @@ from starlette.requests import Request as HttpRequest
 
 from spile import _core
 from spile.errors import SpileError
+from spile.memory import trim
 from spile.server.errors import BusyError, RequestError
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ _KEY_NBYTES = 160
 _STRING_NBYTES = 64
 _SCALAR_NBYTES = 64
 _TEXT_FACTOR = 4  # a text as it came, as the template's, and as what the template makes of it while it does
+_TRIMMED_NBYTES, _TRIM_SECONDS = 1_000_000, 0.5
 TASK_NBYTES = 100_000  # of any request: a few answers' generators, events on their way
 
 
@@ -164,8 +166,9 @@ class Allowance:
 class Charge:
     """What one request has taken of the allowance. `close` may be called from any thread, and twice."""
 
-    def __init__(self, allowance: Allowance, nbytes: int) -> None:
+    def __init__(self, allowance: Allowance, nbytes: int, on_close: Callable[[int], None]) -> None:
         self._allowance = allowance
+        self._on_close = on_close
         self._nbytes = nbytes
         self._loop = asyncio.get_running_loop()
 
@@ -184,8 +187,9 @@ class Charge:
             self._loop.call_soon_threadsafe(self._give)
 
     def _give(self) -> None:
-        self._allowance.give(self._nbytes)
-        self._nbytes = 0
+        nbytes, self._nbytes = self._nbytes, 0
+        self._on_close(nbytes)
+        self._allowance.give(nbytes)
 
 
 class Intake:
@@ -196,6 +200,7 @@ class Intake:
         self._uploads = Allowance(limits.uploads_nbytes)
         self._requests = Allowance(limits.requests_nbytes)
         # One at a time, and not on the loop: reading a body of a million ids takes a while.
+        self._trimmed = 0.0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="spile-intake")
 
     async def take(
@@ -213,7 +218,7 @@ class Intake:
                 cost = await self._do(len(data), cost_nbytes, data)
                 self._check(cost + TASK_NBYTES)
                 await self._requests.take(cost + TASK_NBYTES)
-                charge = Charge(self._requests, cost + TASK_NBYTES)
+                charge = Charge(self._requests, cost + TASK_NBYTES, self._note_closed)
                 parsed = await self._do(len(data), parse, data)
                 more = kept(parsed, len(data))
             finally:
@@ -235,6 +240,16 @@ class Intake:
     def close(self) -> None:
         """End the thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _note_closed(self, nbytes: int) -> None:
+        """Have the allocator hand back what a large request had, now and then: of what the
+        grammars of a large schema took, 26 MB of 36 came back only so.
+        """
+        now = time.monotonic()
+        if nbytes >= _TRIMMED_NBYTES and now - self._trimmed >= _TRIM_SECONDS:
+            self._trimmed = now
+            with suppress(RuntimeError):  # the thread has ended
+                self._reader.submit(trim)
 
     def _check(self, nbytes: int) -> None:
         most = self.limits.request_nbytes
