@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from serving import Running, fake_model, running, until
-from spile.options import EngineOptions
 from spile.server import intake, listen
 from spile.server.errors import BusyError
 from spile.server.intake import Allowance, Limits, cost_nbytes
@@ -149,8 +148,13 @@ def test_limits_are_in_proportion(budget: int | None) -> None:
         assert limits.reserved_nbytes <= 0.08 * budget
 
 
-def test_plan_counts_what_is_reserved() -> None:
-    assert EngineOptions(reserved_bytes=5).reserved_bytes == 5
+def test_fewer_descriptors_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (130, 4096))
+    assert listen.room_for_connections() == 34
+    assert Limits.of(None, most_connections=34).connections == 34
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert listen.room_for_connections() == listen.MOST_CONNECTIONS
 
 
 # -- over HTTP --

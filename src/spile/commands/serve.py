@@ -170,6 +170,10 @@ def serve(
 
     parallel = server.parallel or _PARALLEL
     limits = Limits.of(budget, most_connections=room_for_connections())
+    if limits.connections < (wanted := Limits.of(budget).connections):
+        note(
+            f"the limit of open files (ulimit -n) leaves {limits.connections} connections instead of {wanted}"
+        )
     reserved = reserved_nbytes(limits, parallel)
     host = server.host
     if host.startswith("[") and host.endswith("]"):  # as in a URL
