@@ -264,6 +264,22 @@ def test_those_without_the_key_do_not_lock_out_those_who_have_it(tmp_path: Path)
             connection.close()
 
 
+def test_upload_that_was_let_in_outlives_a_flood_of_connections(tmp_path: Path) -> None:
+    body = json.dumps({"prompt": "x"}).encode() + b" " * 100_000
+    with (
+        running(lambda: fake_model(tmp_path), limits=small(connections=20)) as server,
+        server.connect() as upload,
+    ):
+        upload.sendall(head(len(body)) + body[:1000])
+        until(lambda: server.serving.service.intake.free_nbytes[0] < small().uploads_nbytes)
+        flood = [server.connect() for _ in range(60)]
+        until(lambda: "more than 20" in server.log.getvalue())
+        upload.sendall(body[1000:])
+        assert upload.recv(65536).startswith(b"HTTP/1.1 200 ")
+        for connection in flood:
+            connection.close()
+
+
 def test_answer_that_is_under_way_is_never_closed_for_a_new_connection(tmp_path: Path) -> None:
     with running(lambda: fake_model(tmp_path, "Hello" * 40), limits=small(connections=5)) as server:
         replies: list[Any] = []

@@ -31,7 +31,9 @@ MOST_CONNECTIONS = 256
 READ_NBYTES = (
     16_384  # at once from one connection, which is what it may hold of a body that nobody asks for yet
 )
-SOCKET_NBYTES = 65_536  # that the kernel may hold for a connection, each way: a control group counts it
+SOCKET_NBYTES = (
+    32_768  # of the kernel's for a connection, each way; it takes twice that, and a group may count it
+)
 HEAD_SECONDS = 10.0  # that a request's head may take to come, and an idle connection may stay
 GRACE_SECONDS = 4  # between a signal and the end, for what is being sent
 _OTHER_DESCRIPTORS = 96  # shards, libraries, the log, connections that are about to be closed
@@ -64,14 +66,16 @@ class Protocol(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest for a request, else the one that has sent its body longest: this
-        one where all others are being answered. A new one gets a moment to say what it wants, where there is another.
+        one where all others are being answered. A new one gets a moment to say what it wants, unless new ones are the
+        crowd: then those whose request was let in are not closed for them.
         """
         now = self.loop.time()
         others: list[Any] = [one for one in self.connections if one is not self]
         idle = [one for one in others if one.is_idle]
         old = [one for one in idle if now - one.since > _FIRST_SECONDS]
         sending = [one for one in others if not one.is_idle and one.conn.their_state is h11.SEND_BODY]
-        least = min(old or sending or idle or [self], key=lambda one: one.since)
+        crowd = idle if len(idle) > self.most_connections // 2 else sending
+        least = min(old or crowd or idle or [self], key=lambda one: one.since)
         self.connections.discard(least)
         if least.is_idle:
             least.transport.close()

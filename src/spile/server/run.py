@@ -101,6 +101,7 @@ class Serving:
         finally:
             self.worker.stop()
             self.worker.join(_STOP_SECONDS)
+            self.service.intake.close()
         if self.worker.error is not None and self.worker.model is None:
             raise self.worker.error
 
