@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving import Running, fake_model, running, until
+from serving import Running, fake_model, raw_request, running, until
 from spile.server import intake, listen
 from spile.server.errors import BusyError
 from spile.server.intake import Allowance, Limits, cost_nbytes
@@ -196,6 +196,23 @@ def test_all_that_was_taken_is_given_back(tmp_path: Path) -> None:
             until(lambda: service.intake.free_nbytes[0] == small().uploads_nbytes - 99)
         whole = (small().uploads_nbytes, small().requests_nbytes)
         until(lambda: service.intake.free_nbytes == whole)
+
+
+def test_reply_that_nobody_reads_stays_charged(tmp_path: Path) -> None:
+    with running(lambda: fake_model(tmp_path), limits=small()) as server, socket.socket() as connection:
+        free = server.serving.service.intake.free_nbytes
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(raw_request("/tokenize", {"prompt": "x" * 100_000}))
+        until(lambda: server.serving.service.intake.free_nbytes < free)
+        time.sleep(0.5)
+        assert server.send("/health").status == 200
+        assert server.serving.service.intake.free_nbytes < free
+        data = b""
+        while not data.endswith(b"}"):
+            data += connection.recv(65536)
+        assert msgspec.json.decode(data.partition(b"\r\n\r\n")[2])["count"] == 100_000
+        until(lambda: server.serving.service.intake.free_nbytes == free)
 
 
 def head(nbytes: int) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from spile.server.protocol import (
     parse_tokenize,
 )
 from spile.server.replies import failure_reply, json_reply
-from spile.server.streams import COMMENT_SECONDS, EventStream, Mailbox, frames, until_gone, whole
+from spile.server.streams import COMMENT_SECONDS, EventStream, Mailbox, WholeReply, frames, until_gone, whole
 from spile.server.tasks import Failed, Task
 from spile.server.worker import Worker
 
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 _HEADERS_SECONDS = 0.5  # that a stream's headers wait for the request to be found in order
 _CHOICE_NBYTES = 30_000  # of an answer that has not begun: generators, samplers, what it said
 _BIAS_NBYTES = 120  # of one token's, in each answer
-# Of a schema that an answer is kept to: four answers to one of 45,324 characters and
-# 1,600 properties took 142 bytes a character each, others 43 to 84, small ones up to 300 kB.
+# Of a schema that an answer is kept to, in each answer: 142 bytes a character for one of 45,324 characters and 1,600
+# properties, 43 to 84 for others, and up to 300 kB for small ones (measured: llguidance, four answers).
 _RULE_NBYTES, _RULE_CHARACTER_NBYTES = 300_000, 150
 _TOKEN_NBYTES = 48  # of a prompt
 _ID_NBYTES = 8  # of one in JSON
@@ -144,13 +144,12 @@ class Service:
             self._check_model(model)
             context = self._worker.context
 
-            def encode(
-                loaded: Model,
-            ) -> Response:  # made here, where the ids' memory is borrowed from the pool
+            def encode(loaded: Model) -> Response:  # here, where the ids' memory is borrowed from the pool
                 token_ids = loaded.encode(prompt, add_bos=adds_first, **rendering)
                 return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
 
-            return await asyncio.wrap_future(self._worker.call(encode))
+            reply = await asyncio.wrap_future(self._worker.call(encode))
+            return WholeReply(reply, on_end=charge.share().close)
 
     async def detokenize(self, http: HttpRequest) -> Response:
         most = self._options.limits.body_nbytes
@@ -165,7 +164,7 @@ class Service:
             def decode(loaded: Model, piece: list[int]) -> None:
                 if loaded.tokenizer is None:
                     raise RequestError("this model has no tokenizer: it has no text", param="tokens")
-                if (highest := max(piece)) >= loaded.vocab_size:
+                if (highest := max(piece, default=0)) >= loaded.vocab_size:
                     raise OptionError(
                         f"tokens has {highest:,}, none of the model's: they go from 0 to {loaded.vocab_size - 1:,}"
                     )
@@ -179,10 +178,11 @@ class Service:
                             code="request_too_large",
                         )
 
-            for start in range(0, len(token_ids), _DECODED_IDS):
+            for start in range(0, max(1, len(token_ids)), _DECODED_IDS):
                 piece = token_ids[start : start + _DECODED_IDS]
                 await asyncio.wrap_future(self._worker.call(partial(decode, piece=piece)))
-            return json_reply({"prompt": text.decode(errors="replace")})
+            reply = json_reply({"prompt": text.decode(errors="replace")})
+            return WholeReply(reply, on_end=charge.share().close)
 
     async def health(self, http: HttpRequest) -> Response:
         found = self._worker.health
@@ -236,13 +236,17 @@ class Service:
                 return failure_reply(first.failure)
             seconds = self._options.comment_seconds
             return EventStream(frames(mailbox, first, task, answers, seconds), on_end=cancel)
-        try:
-            ended = await until_gone(whole(mailbox, task, answers, charge), http.receive)
-        finally:
-            cancel()
-        if ended is None:
-            return _NOBODY
-        return failure_reply(ended.failure) if isinstance(ended, Failed) else json_reply(answers.whole())
+        with ExitStack() as held:
+            held.callback(charge.share().close)
+            try:
+                ended = await until_gone(whole(mailbox, task, answers, charge), http.receive)
+            finally:
+                cancel()
+            if ended is None:
+                return _NOBODY
+            if isinstance(ended, Failed):
+                return failure_reply(ended.failure)
+            return WholeReply(json_reply(answers.whole()), on_end=held.pop_all().close)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._options.model_ids:

@@ -161,13 +161,19 @@ class Allowance:
 
 
 class Charge:
-    """What one request has taken of the allowance. `close` may be called from any thread, and twice."""
+    """What one request has taken of the allowance, until all who hold it have closed it; from any thread."""
 
     def __init__(self, allowance: Allowance, nbytes: int, on_close: Callable[[int], None]) -> None:
         self._allowance = allowance
         self._on_close = on_close
         self._nbytes = nbytes
         self._loop = asyncio.get_running_loop()
+        self._num_holders = 1
+
+    def share(self) -> Charge:
+        """Have one more holder; on the loop."""
+        self._num_holders += 1
+        return self
 
     def grow(self, nbytes: int) -> None:
         """Take so many more; on the loop.
@@ -179,11 +185,14 @@ class Charge:
         self._nbytes += nbytes
 
     def close(self) -> None:
-        """Give all back."""
+        """Give all back, as the last holder."""
         with suppress(RuntimeError):  # a loop that has ended
             self._loop.call_soon_threadsafe(self._give)
 
     def _give(self) -> None:
+        self._num_holders -= 1
+        if self._num_holders:
+            return
         nbytes, self._nbytes = self._nbytes, 0
         self._on_close(nbytes)
         self._allowance.give(nbytes)

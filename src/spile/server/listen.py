@@ -75,11 +75,12 @@ class Protocol(H11Protocol):
         old = [one for one in idle if now - one.since > _FIRST_SECONDS]
         sending = [one for one in others if not one.is_idle and one.conn.their_state is h11.SEND_BODY]
         crowd = idle if len(idle) > self.most_connections // 2 else sending
-        least = min(old or crowd or idle or [self], key=lambda one: one.since)
+        ending = [one for one in others if one.transport.is_closing()]  # whose client reads nothing any more
+        least = min(ending or old or crowd or idle or [self], key=lambda one: one.since)
         self.connections.discard(least)
-        if least.is_idle:
+        if least.is_idle and not least.transport.get_write_buffer_size():
             least.transport.close()
-        else:
+        else:  # closing would wait for its client to read
             least.transport.abort()
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from spile.server.answers import Answers
@@ -24,6 +24,7 @@ STALL_SECONDS = 60.0  # that a client may take to read what it was sent
 # Of an answer that is kept until it is whole: a token, and an alternative to one with its place in the JSON.
 _SAID_NBYTES, _LOGPROB_NBYTES = 100, 600
 _CHARGED_NBYTES = 64_000  # at once
+_PIECE_NBYTES = 32_768  # sent at once, before it is seen whether the client reads
 _COMMENT = b": waiting for the model\n\n"
 _END = b"data: [DONE]\n\n"
 
@@ -71,6 +72,32 @@ class EventStream(StreamingResponse):
         finally:
             self._on_end()
             await self._frames.aclose()
+
+
+class WholeReply(Response):
+    """An answer that is sent as fast as its client reads it, and not kept for one who does not. `on_end` is called
+    however that ends.
+    """
+
+    def __init__(self, reply: Response, *, on_end: Callable[[], None]) -> None:
+        super().__init__(reply.body, reply.status_code)
+        self.raw_headers = reply.raw_headers
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            for start in range(0, len(self.body), _PIECE_NBYTES):
+                piece = self.body[start : start + _PIECE_NBYTES]
+                more = start + _PIECE_NBYTES < len(self.body)
+                message = {"type": "http.response.body", "body": piece, "more_body": more}
+                await asyncio.wait_for(send(message), STALL_SECONDS)
+        except TimeoutError:
+            return  # and the connection is closed, as the answer is not complete
+        finally:
+            self._on_end()
 
 
 def frame(value: Any) -> bytes:
