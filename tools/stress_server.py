@@ -105,6 +105,7 @@ KINDS: dict[str, Bodies] = {
     "logprobs": lambda _: (
         COMPLETIONS, json.dumps({"prompt": "x", "logprobs": 20, "n": 2, "max_tokens": 4}).encode()),
     "schema": lambda _: (CHAT, json.dumps(_schema(400)).encode()),
+    "schema_one": lambda _: (CHAT, json.dumps({**_schema(400), "n": 1, "max_tokens": 20}).encode()),
     "required": lambda n: (
         CHAT, _numbered(lambda hole: _chat(tools=[hole], tool_choice="required"), _TOOL, n // 20)),
 }  # fmt: skip
@@ -126,6 +127,7 @@ def _bias(n: int) -> bytes:
     return json.dumps({"prompt": "x", "max_tokens": 1, "logit_bias": pairs}, separators=(",", ":")).encode()
 
 
+OPEN = ("held", "slow", "unread")  # uploads and replies that stay open
 FITS = "_fits"  # with this, a body that is as large as is taken
 # Those of which few are taken at the largest size come once more.
 KINDS_BY_DEFAULT = (
@@ -135,8 +137,7 @@ KINDS_BY_DEFAULT = (
         for kind in ("lists", "lists_schema", "small_keys", "tiny_messages", "tiny_parts", "ids")
     ),
     *(f"{kind}{FITS}" for kind in ("tools", "bias", "wide_text", "tokenize", "detokenize")),
-    "held",
-    "slow",
+    *OPEN,
 )
 
 
@@ -163,6 +164,21 @@ def _hostile(server: Served, path: str, body: bytes, answers: Answers) -> None:
         status, _ = _post(server.port, path, body)
         answers.hostile[str(status)] += 1
     except (OSError, http.client.HTTPException):
+        answers.hostile["closed"] += 1
+
+
+def _unread(server: Served, answers: Answers, end: threading.Event) -> None:
+    """Ask for a long reply, and read nothing of it."""
+    body = json.dumps({"prompt": "7" * 200_000}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    try:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(head + body)
+            end.wait(60)
+            answers.hostile["unread"] += 1
+    except OSError:
         answers.hostile["closed"] += 1
 
 
@@ -215,7 +231,9 @@ def measure(server: Served, budget: str, kind: str, at_once: int, wanted: str) -
     started = time.monotonic()
     server.forget_charged()
     before = server.charged_bytes()
-    if kind in ("held", "slow"):
+    if kind == "unread":
+        threads = [threading.Thread(target=_unread, args=(server, answers, end)) for _ in range(100)]
+    elif kind in ("held", "slow"):
         seconds = 0.2 if kind == "slow" else 0.0
         threads = [
             threading.Thread(target=_upload, args=(server, body_nbytes, seconds, answers, end))
@@ -240,7 +258,7 @@ def measure(server: Served, budget: str, kind: str, at_once: int, wanted: str) -
             ordinary[index // (len(threads) // 3)].start()
     for thread in ordinary:
         thread.join()
-    if kind in ("held", "slow"):
+    if kind in OPEN:
         end.wait(10)
     end.set()
     for thread in threads:
