@@ -20,8 +20,8 @@ from spile.options import EngineOptions
 from spile.residency import plan as plan_module
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import KvFormat, kv_nbytes
+from spile.residency.pages import Pages
 from spile.residency.plan import CHUNKS, Plan, make_plan, mapped_budget, smallest_budget
-from spile.residency.slots import Slots
 from spile.sizes import parse_size
 
 MB = 1_000_000
@@ -62,6 +62,14 @@ def fixed_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def plan_of(model: MapleModel, **options: Any) -> Plan:
     return make_plan(model, ExpertTable(model), EngineOptions(**options))
+
+
+def test_what_others_reserve_is_a_part_of_the_plan(model: MapleModel) -> None:
+    floor, more = floor_of(model), floor_of(model, reserved_bytes=24_000_000)
+    assert more - floor == 24_000_000
+    made = plan_of(model, memory_bytes=more, reserved_bytes=24_000_000)
+    assert made.parts.reserved == 24_000_000
+    assert made.parts.total <= more
 
 
 def floor_of(model: MapleModel, **options: Any) -> int:
@@ -271,7 +279,7 @@ def test_number_of_slots_can_be_forced(model: MapleModel, slots: int) -> None:
 def test_parts_are_those_of_the_files(model: MapleModel) -> None:
     plan = plan_of(model, memory_bytes=floor_of(model) + 20 * MB, io="direct")
     assert plan.parts.process == PROCESS
-    assert plan.parts.experts == plan.num_slots * Slots.nbytes_per_slot(ExpertTable(model))
+    assert plan.parts.experts == plan.num_slots * Pages.nbytes_per_slot(ExpertTable(model))
     everything = dataclasses.replace(plan_of(model).parts, process=0, kv=0, activations=0, margin=0)
     assert everything.total <= whole(model)
     assert everything.total > 0.99 * whole(model)
@@ -312,3 +320,36 @@ def test_what_others_reserve_is_a_part_of_the_plan_and_leaves_less_for_experts(m
     assert made.num_slots < free.num_slots
     assert made.parts.total <= budget
     assert floor_of(model, reserved_bytes=10 * MB) - floor_of(model) == 10 * MB
+
+
+@pytest.mark.parametrize(
+    ("asked", "way"),
+    [
+        ({"prefill_chunk": 8192}, "a smaller --prefill-step-size"),
+        ({"context": 20_000, "sequences": 30}, "a smaller --context"),
+        ({"context": 20_000, "sequences": 30}, "room for fewer answers at once"),
+        ({"context": 20_000, "sequences": 9, "kv_bits": 32}, "fewer KV bits"),
+        ({"shared_experts": 60}, "fewer --shared-experts"),
+        ({"active_experts": 64}, "fewer --active-experts"),
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 400 * MB])
+def test_a_refusal_names_what_was_asked_for_and_could_be_less(
+    asked: dict[str, Any], way: str, limit: int | None, model: MapleModel, monkeypatch: pytest.MonkeyPatch,
+    fixed_memory: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Regression: a prompt step of 8,192 tokens with 400 MB was told to raise the control group's limit."""
+    budget = smallest_budget(model, ExpertTable(model), EngineOptions(), plan_module.memory_now()) + 2 * MB
+    table = ExpertTable(model)
+    make_plan(model, table, EngineOptions(memory_bytes=budget))
+    monkeypatch.setattr(plan_module, "memory_limit_bytes", lambda: limit)
+    if limit is not None:
+        fixed_memory(budget - PROCESS)
+    for memory in (budget, None):
+        if memory is None and limit is None:
+            continue
+        with pytest.raises(BudgetError) as caught:
+            make_plan(model, table, EngineOptions(memory_bytes=memory, io="buffered", **asked))
+        assert way in str(caught.value.hint)
+        if memory is not None:
+            assert str(caught.value.hint).startswith("Give --memory ")

@@ -5,6 +5,7 @@ It finds the files, checks what was asked against them, and chooses the engine. 
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Integral
@@ -16,8 +17,9 @@ from spile.errors import OptionError, TextError, UnsupportedModelError, quote
 from spile.generation.prompt_reuse import PromptReuse
 from spile.model import Model, warn_of
 from spile.options import PROMPT_FOLDER_LIMIT
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget, parse_size
 from spile.text.prompts import OnNote
+from spile.text.renderer import Renderer, reserved_nbytes
 from spile.text.sidecar import read_sidecar, read_text
 from spile.text.tokenizer import open_tokenizer
 
@@ -42,6 +44,7 @@ def load(
     io: str = "auto",
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
@@ -56,6 +59,7 @@ def load(
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: int | str = PROMPT_FOLDER_LIMIT,
     chat_template: str | Path | None = None,
+    parse_special: bool = False,
     offline: bool = False,
     on_note: OnNote | None = None,
 ) -> Model:
@@ -63,13 +67,14 @@ def load(
 
     `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
     what the machine has. `threads` None means the physical cores. `io` is auto, buffered, direct or mapped;
-    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone; `activation_bytes` 3 is for
-    comparisons. `chat_template` is a file with a Jinja template to use instead of the model's own.
-    `prompt_cache_bytes` of the budget keep what was read of earlier prompts, so that one that begins alike is
-    not read again, and `reserved_bytes` of it are left to the caller; a folder `prompt_cache` keeps prompts
-    across runs, up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and
-    `reselect_every` size the pool by experts a layer instead of bytes (docs/write-up.md). Headers and configs
-    are read and checked now; weights with the first use. Notes, one
+    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone, `kv_ring_bits` for both in layers
+    with a sliding window (16 unless said); `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
+    Jinja template to use instead of the model's own. With `parse_special` a mark such as `<|im_end|>` that stands in a
+    message counts as one; else it is text. `prompt_cache_bytes` of the budget keep what was read of earlier
+    prompts, so that one that begins alike is not read again, and `reserved_bytes` of it are left to the caller;
+    a folder `prompt_cache` keeps prompts across runs, up to `prompt_cache_limit`. `flash_moe`,
+    `active_experts`, `shared_experts` and `reselect_every` size the pool by experts a layer instead of bytes
+    (docs/write-up.md). Headers and configs are read and checked now; weights with the first use. Notes, one
     line each, go to `on_note`, by default to `warnings`.
 
     Raises:
@@ -85,7 +90,7 @@ def load(
     for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
         if value is not None and not isinstance(value, (str, Path)):
             raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
-    budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+    budget_bytes = parse_budget(memory) if isinstance(memory, str) or type(memory) is int else memory
     options = _engine_options(
         memory_bytes=budget_bytes,
         engine=engine,
@@ -93,6 +98,7 @@ def load(
         io=io,
         kv_bits=kv_bits,
         kv_v_bits=kv_v_bits,
+        kv_ring_bits=kv_ring_bits,
         context=context,
         prefill_chunk=prefill_chunk,
         activation_bytes=activation_bytes,
@@ -108,6 +114,18 @@ def load(
     tell = on_note or warn_of
     with ExitStack() as cleanup:
         folder = resolve(source, offline=offline)
+        sidecar = read_sidecar(folder)
+        if chat_template is not None:
+            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
+            if template is None:
+                raise TextError(f"there is no chat template {chat_template}")
+            sidecar = replace(sidecar, chat_template=template)
+        renderer = Renderer(budget_bytes)
+        cleanup.callback(renderer.close)
+        if sidecar.chat_template is not None and os.path.lexists(folder / "tokenizer.json"):
+            reserved = options.reserved_bytes + reserved_nbytes(budget_bytes)
+            options = replace(options, reserved_bytes=reserved)
+            renderer.start()  # to be ready when the rest is
         checkpoint = open_checkpoint(folder)
         opened = open_model(checkpoint)
         options.check_context(opened.config.max_position_embeddings)
@@ -118,13 +136,7 @@ def load(
             options.check_experts(opened.config.num_experts, opened.config.num_experts_per_tok)
             if opened.form is Form.BF16:
                 opened = _convert(opened, cleanup, tell)
-        tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
-        sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
-        if chat_template is not None:
-            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
-            if template is None:
-                raise TextError(f"there is no chat template {chat_template}")
-            sidecar = replace(sidecar, chat_template=template)
+        tokenizer = open_tokenizer(folder, sidecar, config=checkpoint.config, keep=budget_bytes is None)
         prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
         return Model(
             open_engine=lambda: _open_engine(opened, options),
@@ -136,6 +148,8 @@ def load(
             folder=folder,
             memory_bytes=budget_bytes,
             prompts=prompts,
+            renderer=renderer,
+            parse_special=parse_special,
             on_note=tell,
             resources=cleanup.pop_all(),
         )

@@ -20,6 +20,7 @@ from spile.commands.flags import (
     Io,
     Json,
     KvBits,
+    KvRingBits,
     KvVBits,
     Model_,
     ModelArgument,
@@ -29,7 +30,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.commands.flags import size_or_auto as size_of
-from spile.commands.help import HelpCommand, HelpGroup
+from spile.commands.help import HELP_FLAGS, HelpCommand, HelpGroup
 from spile.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _CHUNKS = (64, 512)  # to try besides the plan's own: a short and the longest on
 
 bench = typer.Typer(
     name="bench", cls=HelpGroup, help="Measure: traces of routing, and what a pool makes of them.",
-    rich_markup_mode=None,
+    rich_markup_mode=None, context_settings=HELP_FLAGS,
 )  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def plan(
     io: Io = "auto",
     kv_bits: KvBits = 16,
     kv_v_bits: KvVBits = None,
+    kv_ring_bits: KvRingBits = None,
     flash_moe: FlashMoe = False,
     active_experts: ActiveExperts = None,
     shared_experts: SharedExperts = 0,
@@ -88,12 +90,13 @@ def plan(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import USUAL_ROUTING, forecast
     from spile.residency.plan import make_plan, memory_now
+    from spile.text.renderer import reserved_nbytes
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
         memory_bytes=size_of(memory), context=context, threads=threads, io=io, kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits, flash_moe=flash_moe, active_experts=active_experts, shared_experts=shared_experts,
-        sequences=sequences,
+        kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits, flash_moe=flash_moe, active_experts=active_experts,
+        shared_experts=shared_experts, sequences=sequences,
     )  # fmt: skip
     with _opened_any(source, offline) as (maple, files):
         options.check_context(maple.config.max_position_embeddings)
@@ -102,7 +105,8 @@ def plan(
             return
         options.check_experts(maple.config.num_experts, maple.config.num_experts_per_tok)
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
-        _load_text(files.folder)
+        if _load_text(files.folder):
+            options = replace(options, reserved_bytes=reserved_nbytes(options.memory_bytes))
         now = memory_now()
         made = make_plan(maple, ExpertTable(maple), options, now)
         measured = _probe(maple, made, options, files) if probe else None
@@ -117,7 +121,7 @@ def plan(
     stdout.write("\n".join(plan_lines(name, maple, made, expected, outlook)) + "\n")
 
 
-@bench.command(cls=HelpCommand)
+@bench.command(cls=HelpCommand, context_settings=HELP_FLAGS)
 def trace(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace (.npz).")],
     model: Model_ = None,
@@ -144,7 +148,7 @@ def trace(
     stdout.write(f"{out}: {N} tokens, {L} layers, {K} of {recorded.num_experts} experts each\n")
 
 
-@bench.command(cls=HelpCommand)
+@bench.command(cls=HelpCommand, context_settings=HELP_FLAGS)
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that `bench trace` wrote.")],
     model: Annotated[
@@ -182,12 +186,13 @@ def _add_speeds(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import forecast, routing_of
     from spile.residency.plan import memory_now
+    from spile.text.renderer import reserved_nbytes
 
     with _opened(source, offline) as (maple, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
         routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
-        _load_text(files.folder)
-        now, table, options = memory_now(), ExpertTable(maple), EngineOptions()
+        options = EngineOptions(reserved_bytes=reserved_nbytes(None) if _load_text(files.folder) else 0)
+        now, table = memory_now(), ExpertTable(maple)
         plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
         probe = _probe(maple, plans[0], options, files)
         for row, made in zip(rows, plans, strict=True):
@@ -301,8 +306,10 @@ def _routing(path: Path, maple: MapleModel) -> Routing:
     return routing_of(recorded.ids, recorded.num_experts, maple.config, str(path))
 
 
-def _load_text(folder: Path) -> None:
-    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
+def _load_text(folder: Path) -> bool:
+    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan. Say whether there
+    is a chat template.
+    """
     import spile.commands.generate
     import spile.console.terminal
     import spile.engines.cpu.engine  # noqa: F401
@@ -310,6 +317,7 @@ def _load_text(folder: Path) -> None:
     with _opened_text(folder) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=model.chat_template is None)
+        return model.tokenizer is not None and model.chat_template is not None
 
 
 def _opened_text(folder: Path) -> Model:

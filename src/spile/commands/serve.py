@@ -136,6 +136,8 @@ class DefaultFlags:
         }
         changes = {name: value for name, value in given.items() if value is not None}
         _DEFAULTS.changed(changes)
+        if self.max_tokens == 0:
+            raise OptionError("max_tokens is 0: no request would get an answer")
         return changes
 
 
@@ -150,6 +152,10 @@ def serve(
             "--chat-template", metavar="FILE", help="A Jinja template in place of the model's.", panel=ANSWER
         ),
     ] = None,
+    parse_special: Annotated[
+        bool,
+        option("--parse-special", help="Marks such as <|im_end|> in messages count.", panel=ANSWER),
+    ] = False,
     prompts: PromptCacheFlags = PromptCacheFlags(),  # noqa: B008
     engine: EngineFlags = EngineFlags(),  # noqa: B008
     debug: Debug = False,
@@ -190,7 +196,7 @@ def serve(
 
         def open_model() -> Model:
             return engine.load(
-                TemplateFlags(chat_template=chat_template),
+                TemplateFlags(chat_template=chat_template, parse_special=parse_special),
                 model=source,
                 sequences=server.sequences(budget),
                 prompt_cache_bytes=cache_nbytes,

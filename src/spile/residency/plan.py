@@ -7,6 +7,9 @@ first what nothing runs without, then a prefill chunk and a context in proportio
 (every row kept saves its bytes at every token), and the rest to experts (a slot saves a part of its bytes at
 every token). Each of these grows with the budget and never shrinks: what is set aside for chunk and context is a
 share, and the few MB of it that are too little for their next step stay free.
+
+Keys, values and kept prompts come and go. What is set aside for them and not in use works for experts meanwhile:
+`Plan.slots_beside` says how many slots there are at a moment.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
-from spile.residency.slots import Slots
+from spile.residency.pages import Pages
 from spile.residency.weights import (
     HEAD_PIECE_ROWS,
     activation_nbytes,
@@ -49,7 +52,7 @@ class Parts:
     """Where each byte of a plan goes."""
 
     process: int  # what is resident before the engine opens: interpreter, libraries, text
-    reserved: int  # what others may still take: a server's requests
+    reserved: int  # what others may still take: a server's requests, the chat template's process
     weights: int  # attention, routers, norms, row alphas
     head: int  # its resident rows, and the ring that the others pass through
     kv: int  # of all sequences that may run at once
@@ -80,6 +83,14 @@ class Plan:
     context: int  # tokens
     budget_nbytes: int | None  # None: nobody named one and everything fits
     parts: Parts
+    slot_nbytes: int = 0
+    shared_nbytes: int = 0  # set aside for keys, values and kept prompts: experts have it until they come
+
+    def slots_beside(self, used_nbytes: int) -> int:
+        """Return the slots that there is room for while so many bytes of keys, values and kept prompts are in use."""
+        return min(
+            self.num_slots + (self.shared_nbytes - used_nbytes) // max(1, self.slot_nbytes), self.most_slots
+        )
 
 
 @dataclass(frozen=True)
@@ -180,11 +191,13 @@ def _pool_plan(
     is_direct: bool,
 ) -> Plan:
     config, V = model.config, model.config.vocab_size
-    slot_nbytes = Slots.nbytes_per_slot(table)
+    slot_nbytes = Pages.nbytes_per_slot(table)
     needs = _Needs(model, table, options, memory.process_nbytes)
     least = needs.least().total
     if options.slots is None:
-        _check_group(model, memory, least, least, room if options.memory_bytes is None else 2**62)
+        if options.memory_bytes is not None and least > room:  # whatever the group allows, this is too little
+            raise needs.refusal(room)
+        _check_group(model, options, memory, least, least, room if options.memory_bytes is None else 2**62)
         if least > room:
             raise needs.refusal(room)
     extra = max(0, room - least)
@@ -204,8 +217,9 @@ def _pool_plan(
             num_head_rows, extra = min(V - 1, pieces * HEAD_PIECE_ROWS), head
         num_slots = min(needs.wanted_slots + (extra - head) // slot_nbytes, most_slots)
     planned = parts(chunk, context, num_head_rows, num_slots)
+    is_named = options.slots is not None or num_active is not None
     if options.slots is None:
-        _check_group(model, memory, least, planned.total, room)
+        _check_group(model, options, memory, least, planned.total, room)
     return Plan(
         is_mapped=False,
         is_direct=is_direct,
@@ -217,10 +231,40 @@ def _pool_plan(
         context=context,
         budget_nbytes=room if num_active is None or options.memory_bytes else planned.total,
         parts=planned,
+        slot_nbytes=slot_nbytes,
+        shared_nbytes=0 if is_named else planned.kv + planned.prompts,
     )
 
 
-def _check_group(model: MapleModel, memory: MemoryNow, least: int, planned: int, room: int) -> None:
+def smaller_asks(options: EngineOptions) -> list[str]:
+    """Name what was asked for by hand that takes memory: less of it is a way out where a plan does not fit."""
+    asks = []
+    if (options.prefill_chunk or 0) > CHUNKS[-1]:
+        asks.append("a smaller --prefill-step-size")
+    if options.context:
+        asks.append("a smaller --context")
+    if max(options.kv_bits, options.kv_v_bits or 0, options.kv_ring_bits or 0) > 16:
+        asks.append("fewer KV bits")
+    if options.active_experts:
+        asks.append("fewer --active-experts")
+    if options.shared_experts:
+        asks.append("fewer --shared-experts")
+    if options.sequences > 1:
+        asks.append("room for fewer answers at once")
+    return asks
+
+
+def give(asks: list[str], otherwise: str | None = None) -> str:
+    """Say what to do: give one of these, or else something that is not given."""
+    sentence = ", or ".join(
+        [*([f"give {', or '.join(asks)}"] if asks else []), *([otherwise] if otherwise else [])]
+    )
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _check_group(
+    model: MapleModel, options: EngineOptions, memory: MemoryNow, least: int, planned: int, room: int
+) -> None:
     """Check that a control group leaves what is planned on top of what the process has: it would be killed.
 
     The plan's margin is for what the group counts beyond it.
@@ -235,7 +279,10 @@ def _check_group(model: MapleModel, memory: MemoryNow, least: int, planned: int,
         raise BudgetError(
             f"{model.checkpoint.folder} needs {format_size(least - process)} more at the least, and the control "
             f"group, which allows {format_size(limit)}, leaves {format_size(left)}",
-            f"Raise the group's limit by {-(-(least - process - left) // 1_000_000)}MB or more.",
+            give(
+                smaller_asks(options),
+                f"raise the group's limit by {-(-(least - process - left) // 1_000_000)}MB or more",
+            ),
         )
     if planned - process > left:
         raise BudgetError(
@@ -252,7 +299,7 @@ class _Needs:
         config = model.config
         self._model, self._options, self._process = model, options, process
         self._kv, self._flash = kv_format(config, options), flash_head_nbytes(model, options)
-        self._slot_nbytes, num_experts = Slots.nbytes_per_slot(table), config.num_routed_experts
+        self._slot_nbytes, num_experts = Pages.nbytes_per_slot(table), config.num_routed_experts
         moe_layers = num_experts // max(1, config.num_experts)
         num_active = options.num_active(config.num_experts_per_tok)
         pinned = options.shared_experts * moe_layers
@@ -310,9 +357,9 @@ class _Needs:
             f"{self._model.checkpoint.folder} needs {format_size(least.total)} with a context of "
             f"{self._least_context:,} tokens{asked} and a prefill chunk of {self._least_chunk}, "
             f"and the budget is {format_size(room)}: {added}",
-            f"Give --memory {_whole_megabytes(least.total) // 1_000_000}MB or more"
-            + (", or a smaller --context" if options.context else "")
-            + (", or fewer --active-experts." if options.active_experts else "."),
+            give(
+                [f"--memory {_whole_megabytes(least.total) // 1_000_000}MB or more", *smaller_asks(options)]
+            ),
         )
 
     @property
