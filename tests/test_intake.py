@@ -161,7 +161,9 @@ def test_fewer_descriptors_mean_fewer_connections(monkeypatch: pytest.MonkeyPatc
 
 
 def small(**changes: int) -> Limits:
-    return replace(Limits.of(300_000_000), **changes)
+    return replace(
+        Limits.of(300_000_000), **{"body_nbytes": 1_000_000, "uploads_nbytes": 2_000_000, **changes}
+    )
 
 
 def test_request_that_would_take_too_much_is_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -38,15 +38,15 @@ _SLOW_BYTES_PER_SECOND = 50_000
 _DRAINED_FACTOR = 4  # of a body that is too large, how much is still read, so that the refusal arrives
 _INLINE_NBYTES = 64_000  # bodies up to this are read on the loop: well under a millisecond
 
-_LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 1_000_000, 16_000_000
-_LEAST_READ_NBYTES, _MOST_READ_NBYTES = 8_000_000, 160_000_000  # a million ids in one request, in 0.2 s
-_READ_SHARE = 0.025  # of a budget, for what bodies are when read
+_LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 500_000, 16_000_000
+_LEAST_READ_NBYTES, _MOST_READ_NBYTES = 6_000_000, 160_000_000  # a million ids in one request, in 0.2 s
+_READ_SHARE = 0.02  # of a budget, for what bodies are when read
 _REQUEST_SHARE = 0.6  # of that, for one request
 # A connection's objects, its head and what comes before the body is asked for (`listen.py`), measured with 250 uploads
 # held open: 60 kB each.
 CONNECTION_NBYTES = 64_000
-_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 48, 256
-_CONNECTION_SHARE = 0.012
+_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 40, 256
+_CONNECTION_SHARE = 0.009
 
 # Bytes as Python objects, read by msgspec, checked against their type and made into what a template is given. Measured
 # with tracemalloc on CPython 3.11 for 200,000 of each: read and checked alone they are 96 to 206, 192, 151, 59 and 44.

@@ -24,10 +24,10 @@ from spile.server.worker import Worker
 if TYPE_CHECKING:
     from spile.model import Model
 
-# Of a budget, for each answer: frames on their way to clients, a share of the sampler's scratch (1.8 MB for a
-# vocabulary of 151,936, one at a time).
-_ANSWER_NBYTES = 1_500_000
-_SERVER_NBYTES = 4_000_000  # threads' stacks, pages, the log
+_SERVER_NBYTES = (
+    6_000_000  # of a budget: threads' stacks, the log, a sampler's scratch (1.8 MB for 151,936 entries)
+)
+_ANSWER_NBYTES = 500_000  # for each: frames on their way to clients
 _STOP_SECONDS = 5.0
 _CROWD_SECONDS = 60.0  # between two lines about too many connections
 
