@@ -312,6 +312,16 @@ def test_engine_opens_at_the_floor_and_runs(
     engine.close()
 
 
+def test_what_others_reserve_is_a_part_of_the_plan_and_leaves_less_for_experts(model: MapleModel) -> None:
+    budget = floor_of(model) + 20 * MB
+    free = plan_of(model, memory_bytes=budget, io="direct")
+    made = plan_of(model, memory_bytes=budget, io="direct", reserved_bytes=10 * MB)
+    assert (free.parts.reserved, made.parts.reserved) == (0, 10 * MB)
+    assert made.num_slots < free.num_slots
+    assert made.parts.total <= budget
+    assert floor_of(model, reserved_bytes=10 * MB) - floor_of(model) == 10 * MB
+
+
 @pytest.mark.parametrize(
     ("asked", "way"),
     [

@@ -4,11 +4,17 @@ engine, in a process of its own (tests/pressure.py).
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -197,4 +203,123 @@ def test_budget_beyond_what_the_group_allows_is_refused_with_one_that_fits(folde
     assert process.returncode == 1
     last = err.strip().splitlines()[-1]
     assert "the budget of 88.0 MB takes" in last
+    assert num_kills(group) == 0
+
+
+# -- a server in a group whose limit is its budget --
+
+SERVER_BUDGET = 170_000_000
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ORDINARY = {"prompt": [3, 150, 200], "max_tokens": 4, "temperature": 0}
+
+
+def _body(before: str, piece: str, after: str, nbytes: int = 490_000) -> bytes:
+    """Return a body with as many pieces as there is room for, each with a number in place of #."""
+    count = (nbytes - len(before) - len(after)) // (len(piece) + (7 if "#" in piece else 1))
+    return (before + ",".join(piece.replace("#", str(number)) for number in range(count)) + after).encode()
+
+
+_ONE = '{"messages":[{"role":"user","content":"x"}],'
+HOSTILE = [
+    (CHAT, _body(_ONE + '"chat_template_kwargs":{"a":[', "[]", "]}}")),
+    (CHAT, _body(_ONE + '"chat_template_kwargs":{"a":[', "[]", "]}}", 80_000)),
+    (CHAT, _body(_ONE + '"metadata":{"a":[', "[{}]", "]}}")),
+    (CHAT, _body(_ONE + '"metadata":{', '"#":0', "}}", 200_000)),
+    (CHAT, _body(_ONE + '"tools":[{"type":"function","function":{"name":"f","parameters":{"a":[', "[]", "]}}}]}")),
+    (CHAT, _body(_ONE + '"tools":[', '{"type":"function","function":{"name":"f#"}}', "]}")),
+    (CHAT, _body(_ONE + '"response_format":{"type":"json_schema","json_schema":{"schema":{"a":[', "[]", "]}}}}")),
+    (CHAT, _body('{"messages":[', '{"role":"user","content":"x"}', "]}")),
+    (CHAT, _body('{"messages":[{"role":"user","content":[', '""', "]}]}")),
+    (CHAT, b'{"messages":' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+    (CHAT, _body('{"messages":[{"role":"user","content":"', "ab c", '"}]}')),
+    (COMPLETIONS, _body('{"prompt":[', "77", "]}")),
+    (COMPLETIONS, _body('{"prompt":[', "77", "]}", 150_000)),
+    (COMPLETIONS, _body('{"prompt":[', "[7]", "]}")),
+    (COMPLETIONS, _body('{"prompt":[1],"stop":[', '"ab"', "]}")),
+    (COMPLETIONS, _body('{"prompt":[1],"logit_bias":{', '"#":1', "}}")),
+    (COMPLETIONS, json.dumps({"prompt": [1], "n": 16, "logprobs": 20, "max_tokens": 2}).encode()),
+    ("/tokenize", _body('{"prompt":"', "ab c", '"}')),
+    ("/detokenize", _body('{"tokens":[', "77", "]}")),
+]  # fmt: skip
+
+
+def post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", path, body)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+@contextmanager
+def serving(folder: Path, group: Path) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """A server in the group, once it is ready: its port."""
+    command = [sys.executable, "-m", "spile", "serve", str(folder), "--port", "0", "--prompt-cache-size", "0"]
+    command += ["--memory", str(SERVER_BUDGET), "--threads", "1", "--context", "512"]
+    process = subprocess.Popen(
+        ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *command],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        port = 0
+        for line in process.stderr:
+            if line.startswith("listening"):
+                port = int(line.split(",")[0].rsplit(":", 1)[1])
+            if line.startswith("ready"):
+                break
+        reader = threading.Thread(target=process.stderr.read)  # so that it never waits for us
+        reader.start()
+        yield port, process
+    finally:
+        process.terminate()
+        process.wait(30)
+        reader.join()
+        process.stderr.close()
+
+
+def test_whatever_is_sent_to_a_server_its_budget_holds_and_others_are_answered(
+    folder: Path, group: Path
+) -> None:
+    """Once: four requests of a megabyte of empty lists, each 25 times that when read, and the process was killed."""
+    _limit_file(group).write_text(str(SERVER_BUDGET))
+    with serving(folder, group) as (port, process):
+        post(port, COMPLETIONS, json.dumps({"prompt": list(range(300)), "max_tokens": 1}).encode())
+        ordinary = json.dumps(ORDINARY).encode()
+        wanted = json.loads(post(port, COMPLETIONS, ordinary)[1])["choices"]
+        heads = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 490000\r\n\r\n"
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        for connection in connections:  # uploads that are never done
+            connection.setblocking(False)
+            connection.send(heads + b" " * 200_000)
+        statuses: Counter[int] = Counter()
+
+        def send(path: str, body: bytes) -> None:
+            try:
+                statuses[post(port, path, body)[0]] += 1
+            except OSError:  # closed for a newer one
+                statuses[0] += 1
+
+        for path, body in HOSTILE:
+            threads = [threading.Thread(target=send, args=(path, body)) for _ in range(10)]
+            for thread in threads:
+                thread.start()
+            for _ in range(20):
+                status, data = post(port, COMPLETIONS, ordinary)
+                if status == 200:
+                    break
+                assert status == 429
+                time.sleep(0.2)
+            assert status == 200
+            assert json.loads(data)["choices"] == wanted
+            for thread in threads:
+                thread.join()
+            assert process.poll() is None
+        for connection in connections:
+            connection.close()
+        print(dict(statuses))
+        assert set(statuses) <= {0, 200, 400, 413, 429}
     assert num_kills(group) == 0

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fakes import FakeEngine, FakeState
 from serving import EOS, fake_model, parse_frames, raw_request, running, until
 from spile.errors import BudgetError, ReadError
 from spile.server import listen
+from spile.server.intake import Limits
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -288,7 +290,7 @@ def test_signal_ends_open_streams_and_the_process(tmp_path: Path) -> None:
             started_with.append(line)
             if line.startswith("ready"):
                 break
-        growth = re.search(r"no --memory: .* grow by \S+ [MG]B: (\S+ [MG]B) for prompts", started_with[-2])
+        growth = re.search(r"no --memory: .* grow by \S+ [MG]B: (\S+ [MG]B) for prompts", started_with[-3])
         assert growth is not None
         body = {"prompt": "Once", "stream": True, "logit_bias": {"0": -100}, "max_tokens": 1000, "n": 16}
         with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -330,7 +332,7 @@ def test_missing_model_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
-    with running(lambda: fake_model(tmp_path), most_body_nbytes=1000) as server:
+    with running(lambda: fake_model(tmp_path), limits=replace(Limits.of(None), body_nbytes=1000)) as server:
         reply = server.send("/v1/completions", {"prompt": "x" * 200_000})
         assert (reply.status, reply.body["error"]["code"]) == (413, "request_too_large")
         assert server.send("/v1/completions", {"prompt": "x"}).status == 200

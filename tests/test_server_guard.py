@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -12,6 +13,7 @@ import pytest
 from serving import fake_model, running
 from spile.cli import run
 from spile.errors import OptionError
+from spile.server.intake import Limits
 from spile.server.names import checked_host, checked_keys, checked_origin, is_loopback
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -194,7 +196,9 @@ def test_errors_of_every_kind_can_be_read_by_pages_that_were_named(
 ) -> None:
     origin = "https://chat.example"
     headers = {"origin": origin}
-    with running(lambda: fake_model(tmp_path), origins=(origin,), most_body_nbytes=1000) as server:
+    with running(
+        lambda: fake_model(tmp_path), origins=(origin,), limits=replace(Limits.of(None), body_nbytes=1000)
+    ) as server:
         replies = [
             server.send(CHAT, b"{", headers=headers),
             server.send("/nowhere", headers=headers),

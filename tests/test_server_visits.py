@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from fakes import FakeEngine, FakeState
 from serving import EOS, Running, fake_model, raw_request, running, until
 from spile.server import log as log_module
+from spile.server.intake import Limits
 from spile.server.log import Log
 from test_server_faults import SlowEngine
 
@@ -39,7 +41,7 @@ def raw(server: Running, data: bytes) -> bytes:
 
 
 def test_every_refusal_has_a_line_a_count_and_an_id(tmp_path: Path) -> None:
-    options = {"api_keys": ("secret",), "most_body_nbytes": 1000}
+    options = {"api_keys": ("secret",), "limits": replace(Limits.of(None), body_nbytes=1000)}
     key = {"authorization": "Bearer secret"}
     with running(lambda: fake_model(tmp_path), **options) as server:
         for path, body, method, headers, status, outcome in (

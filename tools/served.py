@@ -53,6 +53,11 @@ class Served:
             "files": len(os.listdir(folder / "fd")),
         }
 
+    def forget_charged(self) -> None:
+        """Begin anew to look for the most that is charged; where the kernel can (version 1)."""
+        if self.group is not None and (self.group / "memory.max_usage_in_bytes").exists():
+            (self.group / "memory.max_usage_in_bytes").write_text("0")
+
     def charged_bytes(self) -> int | None:
         """Return the most that the control group was charged; None without one."""
         if self.group is None:

@@ -14,6 +14,7 @@
 
 #include "bpe.h"
 #include "decoder.h"
+#include "json_tally.h"
 #include "reader.h"
 
 namespace nb = nanobind;
@@ -235,6 +236,15 @@ NB_MODULE(_core, m) {
       .def("set_faults", [](Reader& self, uint64_t max_bytes, uint64_t interrupt_every, uint64_t fail_at, int fail_with, uint64_t page) {
         self.set_faults({max_bytes, interrupt_every, fail_at, fail_with, page});
       }, "max_bytes"_a = 0, "interrupt_every"_a = 0, "fail_at"_a = 0, "fail_with"_a = 0, "page"_a = 0);
+
+  m.def("tally_json", [](Array<const uint8_t, 1> text) {
+    JsonTally t;
+    {
+      nb::gil_scoped_release release;
+      t = tally_json(text.data(), text.shape(0));
+    }
+    return std::make_tuple(t.lists, t.objects, t.keys, t.strings, t.scalars, t.text_nbytes);
+  }, "text"_a);
 
   m.def("bpe_merge_slots", &bpe_merge_slots, "merges"_a);
   m.def("bpe_word_slots", &bpe_word_slots, "ids"_a, "offsets"_a, "blob"_a);

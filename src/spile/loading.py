@@ -55,6 +55,7 @@ def load(
     flash_head: bool = False,
     sequences: int = 1,
     prompt_cache_bytes: int = 0,
+    reserved_bytes: int = 0,
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: int | str = PROMPT_FOLDER_LIMIT,
     chat_template: str | Path | None = None,
@@ -69,11 +70,12 @@ def load(
     `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone, `kv_ring_bits` for both in layers
     with a sliding window (16 unless said); `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
     Jinja template to use instead of the model's own. With `parse_special` a mark such as `<|im_end|>` that stands in a
-    message counts as one; else it is text. `prompt_cache_bytes` of the budget keep what was read of
-    earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
-    up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and `reselect_every` size the pool by
-    experts a layer instead of bytes (docs/write-up.md). Headers and configs are read and checked now; weights with
-    the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
+    message counts as one; else it is text. `prompt_cache_bytes` of the budget keep what was read of earlier
+    prompts, so that one that begins alike is not read again, and `reserved_bytes` of it are left to the caller;
+    a folder `prompt_cache` keeps prompts across runs, up to `prompt_cache_limit`. `flash_moe`,
+    `active_experts`, `shared_experts` and `reselect_every` size the pool by experts a layer instead of bytes
+    (docs/write-up.md). Headers and configs are read and checked now; weights with the first use. Notes, one
+    line each, go to `on_note`, by default to `warnings`.
 
     Raises:
         ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
@@ -107,6 +109,7 @@ def load(
         flash_head=flash_head,
         sequences=sequences,
         prompt_cache_bytes=prompt_cache_bytes,
+        reserved_bytes=reserved_bytes,
     )
     tell = on_note or warn_of
     with ExitStack() as cleanup:

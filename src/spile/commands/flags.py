@@ -342,6 +342,7 @@ class EngineFlags:
         model: str | None = None,
         sequences: int = 1,
         prompt_cache_bytes: int = 0,
+        reserved_bytes: int = 0,
         prompts: PromptCacheFlags | None = None,
     ) -> Model:
         """Open the model: headers and configs; `model` in place of the flag's, with room for `sequences` at once.
@@ -375,6 +376,7 @@ class EngineFlags:
             prefill_chunk=self.prefill_chunk,
             sequences=sequences,
             prompt_cache_bytes=prompt_cache_bytes,
+            reserved_bytes=reserved_bytes,
             prompt_cache=prompts.prompt_cache,
             prompt_cache_limit=parse_size(prompts.prompt_cache_limit, name="--prompt-cache-limit"),
             chat_template=template.chat_template,

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 SERVER = "Server"
 _MOST_PORT = 65_535
 _MOST_PARALLEL, _MOST_QUEUE = 64, 10_000
-_LEAST_BODY_NBYTES, _MOST_BODY_NBYTES = 1_000_000, 16_000_000
 _PARALLEL = 4  # by default
 # Of a budget, for each answer whose whole context has KV room at once: the 20B Maple's takes 66 MB in 630 MB. Room for
 # four there left 16 slots of 6,144 (measured); short answers share the room of a long one all the same.
@@ -209,10 +208,18 @@ def serve(
     cache_nbytes = _cache_nbytes(server.prompt_cache_size, budget, engine.reselect_every)
     from spile.console.terminal import note
     from spile.server.app import ServerOptions
-    from spile.server.listen import open_socket
-    from spile.server.run import Load, Serving
+    from spile.server.intake import Limits
+    from spile.server.listen import open_socket, room_for_connections
+    from spile.server.run import Load, Serving, reserved_nbytes
+    from spile.sizes import format_size
 
     parallel = server.parallel or _PARALLEL
+    limits = Limits.of(budget, most_connections=room_for_connections())
+    if limits.connections < (wanted := Limits.of(budget).connections):
+        note(
+            f"the limit of open files (ulimit -n) leaves {limits.connections} connections instead of {wanted}"
+        )
+    reserved = reserved_nbytes(limits, parallel, budget)
     host = server.host
     if host.startswith("[") and host.endswith("]"):  # as in a URL
         host = host[1:-1]
@@ -232,6 +239,7 @@ def serve(
                 model=source,
                 sequences=server.sequences(budget),
                 prompt_cache_bytes=cache_nbytes,
+                reserved_bytes=0 if budget is None else reserved,
                 prompts=prompts,
             )
 
@@ -242,12 +250,12 @@ def serve(
             hosts=hosts,
             origins=tuple(server.cors_origin or ()),
             is_loopback=loopback,
-            most_body_nbytes=_most_body_nbytes(budget),
+            limits=limits,
             budget_bytes=budget,
         )
         serving = Serving(
             listener,
-            Load(open_model, has_budget=budget is not None, parallel=parallel),
+            Load(open_model),
             options,
             parallel=parallel,
             max_queue=server.max_queue,
@@ -261,6 +269,8 @@ def serve(
                             if budget is not None
                             else [_growth(cache_nbytes, serving.worker.answers_nbytes)]
                         ),
+                        f"requests: {format_size(reserved)} at most, a body up to {format_size(limits.body_nbytes)}, "
+                        f"{limits.connections} connections",
                         f"ready: {address}/v1, a page to chat at {address}/",
                     ]
                 ),
@@ -304,13 +314,6 @@ def _cache_nbytes(asked: str | None, budget: int | None, reselect_every: int) ->
     if asked is None:
         return default_cache_nbytes(budget, is_held=False)
     return 0 if asked == "0" else parse_size(asked, name="--prompt-cache-size")
-
-
-def _most_body_nbytes(budget: int | None) -> int:
-    """Return the largest body that is taken: more than any context holds, but a small part of a budget."""
-    if budget is None:
-        return _MOST_BODY_NBYTES
-    return min(max(budget // 200, _LEAST_BODY_NBYTES), _MOST_BODY_NBYTES)
 
 
 def _url(address: Any) -> str:

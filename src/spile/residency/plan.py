@@ -52,7 +52,7 @@ class Parts:
     """Where each byte of a plan goes."""
 
     process: int  # what is resident before the engine opens: interpreter, libraries, text
-    reserved: int  # what others may still take: the chat template's process
+    reserved: int  # what others may still take: a server's requests, the chat template's process
     weights: int  # attention, routers, norms, row alphas
     head: int  # its resident rows, and the ring that the others pass through
     kv: int  # of all sequences that may run at once

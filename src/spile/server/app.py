@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -23,9 +25,9 @@ from starlette.routing import Route
 
 from spile.errors import OptionError, SpileError, quote
 from spile.server.answers import Answers
-from spile.server.encoding import BodyDecoder
 from spile.server.errors import Failure, RequestError, failure_of
 from spile.server.guard import Guard
+from spile.server.intake import Charge, Intake, Limits
 from spile.server.openapi import description
 from spile.server.page import load_page
 from spile.server.protocol import (
@@ -36,7 +38,7 @@ from spile.server.protocol import (
     parse_tokenize,
 )
 from spile.server.replies import failure_reply, json_reply
-from spile.server.streams import COMMENT_SECONDS, EventStream, Mailbox, frames, until_gone, whole
+from spile.server.streams import COMMENT_SECONDS, EventStream, Mailbox, WholeReply, frames, until_gone, whole
 from spile.server.tasks import Failed, Task
 from spile.server.visits import CLIENT_LEFT, Visits, visit_of
 from spile.server.worker import Worker
@@ -44,8 +46,15 @@ from spile.server.worker import Worker
 if TYPE_CHECKING:
     from spile.model import Model
 
-_BODY_SECONDS = 30.0  # that a client may take to send a body
-_DRAINED_FACTOR = 4  # of a body that is too large, how much is still read, so that the refusal arrives
+_CHOICE_NBYTES = 30_000  # of an answer that has not begun: generators, samplers, what it said
+_BIAS_NBYTES = 120  # of one token's, in each answer
+# Of a schema that an answer is kept to, in each answer: 142 bytes a character for one of 45,324 characters and 1,600
+# properties, 43 to 84 for others, and up to 300 kB for small ones (measured: llguidance, four answers).
+_RULE_NBYTES, _RULE_CHARACTER_NBYTES = 300_000, 150
+_TOKEN_NBYTES = 48  # of a prompt
+_ID_NBYTES = 8  # of one in JSON
+_LONGEST_ENTRY_NBYTES = 512
+_DECODED_IDS = 20_000  # at once: 30 ms, between two steps of the model
 _NOBODY = Response(status_code=CLIENT_LEFT)  # for a client that has left
 _VERSION = "/v1"  # without which paths are answered too, as neighbours do
 
@@ -60,7 +69,7 @@ class ServerOptions:
     hosts: Sequence[str] = ()  # that requests may name beside a loopback address
     origins: Sequence[str] = ()
     is_loopback: bool = True
-    most_body_nbytes: int = 16_000_000
+    limits: Limits = field(default_factory=lambda: Limits.of(None))
     budget_bytes: int | None = None
     comment_seconds: float = COMMENT_SECONDS
 
@@ -71,6 +80,7 @@ class Service:
     def __init__(self, worker: Worker, options: ServerOptions) -> None:
         self._worker = worker
         self._options = options
+        self.intake = Intake(options.limits)
         self._model_id = options.model_ids[0]
         self._created = int(time.time())
         self._description = json_reply(description(options.model_ids, needs_key=bool(options.api_keys))).body
@@ -110,12 +120,10 @@ class Service:
         return Visits(guard, paths=paths, log=self._worker.log, metrics=self._worker.metrics)
 
     async def chat(self, http: HttpRequest) -> Response:
-        body = await self._body(http)
-        return await self._answer(http, parse_chat(body), len(body))
+        return await self._answer(http, *await self.intake.take(http, parse_chat, self._answers_nbytes))
 
     async def complete(self, http: HttpRequest) -> Response:
-        body = await self._body(http)
-        return await self._answer(http, parse_completion(body), len(body))
+        return await self._answer(http, *await self.intake.take(http, parse_completion, self._answers_nbytes))
 
     async def models(self, http: HttpRequest) -> Response:
         listed = self._options.model_ids[: self._options.num_listed]
@@ -127,33 +135,54 @@ class Service:
         return json_reply(self._described(name))
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(http)
-        prompt, rendering, adds_first, model = parse_tokenize(body)
-        self._check_model(model)
+        parsed, charge = await self.intake.take(http, parse_tokenize, lambda _, nbytes: nbytes * _ID_NBYTES)
+        with closing(charge):
+            prompt, rendering, adds_first, model = parsed
+            self._check_model(model)
+            context = self._worker.context
 
-        def encode(loaded: Model, aside: bool) -> list[int]:
-            return loaded.encoded(prompt, add_bos=adds_first, aside=aside, **rendering).token_ids
+            def encode(
+                loaded: Model, aside: bool
+            ) -> Response:  # here, where the ids' memory is borrowed from the pool
+                token_ids = loaded.encoded(prompt, add_bos=adds_first, aside=aside, **rendering).token_ids
+                return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
 
-        token_ids = await asyncio.wrap_future(self._worker.beside(encode, len(body)))
-        context = self._worker.context
-        return json_reply({"tokens": token_ids, "count": len(token_ids), "max_model_len": context})
+            reply = await asyncio.wrap_future(self._worker.beside(encode, charge.body_nbytes))
+            return WholeReply(reply, on_end=charge.share().close)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body = await self._body(http)
-        token_ids, model = parse_detokenize(body)
-        self._check_model(model)
+        most = self._options.limits.body_nbytes
+        parsed, charge = await self.intake.take(
+            http, parse_detokenize, lambda parsed, _: 3 * min(most, len(parsed[0]) * _LONGEST_ENTRY_NBYTES)
+        )
+        with closing(charge):
+            token_ids, model = parsed
+            self._check_model(model)
+            text = bytearray()
 
-        def decode(loaded: Model, aside: bool) -> str:
-            if loaded.tokenizer is None:
-                raise RequestError("this model has no tokenizer: it has no text", param="tokens")
-            for token_id in token_ids:
-                if token_id >= loaded.vocab_size:
+            def decode(loaded: Model, aside: bool, *, piece: list[int]) -> None:
+                if loaded.tokenizer is None:
+                    raise RequestError("this model has no tokenizer: it has no text", param="tokens")
+                if (highest := max(piece, default=0)) >= loaded.vocab_size:
                     raise OptionError(
-                        f"tokens has {token_id:,}, none of the model's: they go from 0 to {loaded.vocab_size - 1:,}"
+                        f"tokens has {highest:,}, none of the model's: they go from 0 to {loaded.vocab_size - 1:,}"
                     )
-            return b"".join(map(loaded.tokenizer.entry, token_ids)).decode(errors="replace")
+                for entry in map(loaded.tokenizer.entry, piece):
+                    text.extend(entry)
+                    if len(text) > most:
+                        raise RequestError(
+                            f"the text has more than {most:,} bytes, the most that this server sends at once",
+                            param="tokens",
+                            status=413,
+                            code="request_too_large",
+                        )
 
-        return json_reply({"prompt": await asyncio.wrap_future(self._worker.beside(decode, len(body)))})
+            for start in range(0, max(1, len(token_ids)), _DECODED_IDS):
+                piece = token_ids[start : start + _DECODED_IDS]
+                decoded = self._worker.beside(partial(decode, piece=piece), charge.body_nbytes)
+                await asyncio.wrap_future(decoded)
+            reply = json_reply({"prompt": text.decode(errors="replace")})
+            return WholeReply(reply, on_end=charge.share().close)
 
     async def health(self, http: HttpRequest) -> Response:
         found = self._worker.health
@@ -174,12 +203,27 @@ class Service:
     async def page(self, http: HttpRequest) -> Response:
         return Response(self._page.body, headers=self._page.headers)
 
-    async def _answer(self, http: HttpRequest, request: Request, nbytes: int) -> Response:
-        self._check_model(request.model)
-        mailbox = Mailbox()
-        visit = visit_of(http.scope)
-        task = visit.task = Task(request, mailbox.send, nbytes, visit.key)
-        self._worker.submit(task)
+    def _answers_nbytes(self, request: Request, nbytes: int) -> int:
+        """Return the most that answering takes beside what was read: ids of prompts, and each answer's own."""
+        each = _CHOICE_NBYTES + len(request.sampling.get("logit_bias") or ()) * _BIAS_NBYTES
+        tools = request.tools or ()
+        if request.tool_choice == "auto" and not any(tool["function"].get("strict") for tool in tools):
+            tools = ()
+        if tools or request.response_format:
+            written = len(msgspec.json.encode([request.response_format, tools]))
+            each += _RULE_NBYTES + written * _RULE_CHARACTER_NBYTES
+        prompts = min(nbytes, (self._worker.context or 0) * len(request.prompts)) * _TOKEN_NBYTES
+        return prompts + len(request.prompts) * request.n * each
+
+    async def _answer(self, http: HttpRequest, request: Request, charge: Charge) -> Response:
+        mailbox, visit = Mailbox(), visit_of(http.scope)
+        try:
+            self._check_model(request.model)
+            task = visit.task = Task(request, mailbox.send, charge.body_nbytes, visit.key, charge.close)
+            self._worker.submit(task)
+        except BaseException:
+            charge.close()
+            raise
         answers = Answers(request, task, self._model_id)
         cancel = partial(self._worker.cancel, task)
         if request.stream:
@@ -195,41 +239,17 @@ class Service:
                 return failure_reply(first.failure)
             seconds = self._options.comment_seconds
             return EventStream(frames(mailbox, first, task, answers, seconds), on_end=cancel)
-        try:
-            ended = await until_gone(whole(mailbox, task, answers), http.receive)
-        finally:
-            cancel()
-        if ended is None:
-            return _NOBODY
-        return failure_reply(ended.failure) if isinstance(ended, Failed) else json_reply(answers.whole())
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        """Read a body, up to the limit.
-
-        Raises: RequestError for one that is too large or too slow.
-        """
-        most, data, size = self._options.most_body_nbytes, bytearray(), 0
-        decoder = BodyDecoder(http.headers.get("content-encoding"))
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                async for chunk in http.stream():
-                    size += len(chunk)
-                    if size <= most and len(data) <= most:
-                        data += decoder.push(chunk, most + 1 - len(data))
-                    elif size > most * _DRAINED_FACTOR:
-                        break
-        except TimeoutError:
-            raise RequestError(
-                f"the body did not come in {_BODY_SECONDS:.0f} seconds", status=408, code="request_timeout"
-            ) from None
-        if size > most or len(data) > most:
-            raise RequestError(
-                f"the body has more than {most:,} bytes, the most that this server takes",
-                status=413,
-                code="request_too_large",
-            )
-        decoder.finish()
-        return bytes(data)
+        with ExitStack() as held:
+            held.callback(charge.share().close)
+            try:
+                ended = await until_gone(whole(mailbox, task, answers, charge), http.receive)
+            finally:
+                cancel()
+            if ended is None:
+                return _NOBODY
+            if isinstance(ended, Failed):
+                return failure_reply(ended.failure)
+            return WholeReply(json_reply(answers.whole()), on_end=held.pop_all().close)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._options.model_ids:

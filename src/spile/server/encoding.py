@@ -32,6 +32,10 @@ class BodyDecoder:
         self._inflate = None if name == "identity" else zlib.decompressobj(self._bits)
         self._has_begun = False
 
+    @property
+    def is_compressed(self) -> bool:
+        return self._inflate is not None
+
     def push(self, chunk: bytes, most: int) -> bytes:
         """Return what a chunk stands for, at most `most` bytes of it: whoever gets as much has had enough.
 

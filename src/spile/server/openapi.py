@@ -133,6 +133,7 @@ def _request_schemas(model_ids: Sequence[str]) -> dict[str, Any]:
     for name in ("ChatBody", "CompletionBody"):
         properties = schemas[name]["properties"]
         properties |= {alias: properties[ours] for alias, ours in ALIASES.items() if ours in properties}
+        properties["n_predict"] = {"anyOf": [properties["n_predict"], {"const": -1}]}
         for field, neutral in NEUTRAL.items():
             values = {} if neutral is None else {"enum": [*neutral, None]}
             properties[field] = {"description": "Accepted; has no effect.", **values}

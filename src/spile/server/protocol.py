@@ -89,7 +89,7 @@ class Request:
         return changes
 
 
-def parse_chat(data: bytes) -> Request:
+def parse_chat(data: bytes | bytearray) -> Request:
     """Read the body of /v1/chat/completions.
 
     Raises: RequestError naming the parameter.
@@ -125,7 +125,7 @@ def parse_chat(data: bytes) -> Request:
     )
 
 
-def parse_completion(data: bytes) -> Request:
+def parse_completion(data: bytes | bytearray) -> Request:
     """Read the body of /v1/completions.
 
     Raises: RequestError naming the parameter.
@@ -143,7 +143,7 @@ def parse_completion(data: bytes) -> Request:
     )
 
 
-def parse_tokenize(data: bytes) -> tuple[Any, dict[str, Any], bool, str | None]:
+def parse_tokenize(data: bytes | bytearray) -> tuple[Any, dict[str, Any], bool, str | None]:
     """Read the body of /tokenize: what to encode, how to render it, whether to begin as the tokenizer begins
     every text, and the model's name.
 
@@ -175,7 +175,7 @@ def parse_tokenize(data: bytes) -> tuple[Any, dict[str, Any], bool, str | None]:
     return [_with_known_role(message) for message in raw["messages"]], rendering, True, body.model
 
 
-def parse_detokenize(data: bytes) -> tuple[list[int], str | None]:
+def parse_detokenize(data: bytes | bytearray) -> tuple[list[int], str | None]:
     """Read the body of /detokenize.
 
     Raises: RequestError naming the parameter.
@@ -184,7 +184,7 @@ def parse_detokenize(data: bytes) -> tuple[list[int], str | None]:
     return body.tokens, body.model
 
 
-def _read(data: bytes, kind: type[T]) -> tuple[dict[str, Any], T]:
+def _read(data: bytes | bytearray, kind: type[T]) -> tuple[dict[str, Any], T]:
     """Return the body as it came, and checked."""
     try:
         raw = msgspec.json.decode(data)

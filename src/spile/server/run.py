@@ -7,6 +7,7 @@ its requests take in memory is made or set aside before the engine plans what is
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from spile.errors import SpileError
 from spile.server import constrain
 from spile.server.app import ServerOptions, Service
+from spile.server.intake import Limits
 from spile.server.listen import Server
 from spile.server.log import Log
 from spile.server.worker import Worker
@@ -22,37 +24,43 @@ from spile.server.worker import Worker
 if TYPE_CHECKING:
     from spile.model import Model
 
-# Of a budget, for requests: bodies, prompts' ids, samplers' scratch (1.8 MB for a vocabulary of 151,936), frames
-# on their way to clients, threads' stacks.
-_REQUEST_NBYTES = 3_000_000
-_SERVER_NBYTES = 4_000_000
+_SERVER_NBYTES = (
+    6_000_000  # of a budget: threads' stacks, the log, a sampler's scratch (1.8 MB for 151,936 entries)
+)
+_ANSWER_NBYTES = 500_000  # for each: frames on their way to clients
 # For a text that is encoded beside a computation: 18,000 letters of ASCII beside a table of 5 MB, and more where a
 # hundredth of the budget is more. A longer one borrows the pool's memory between two steps.
 _TEXT_NBYTES = 6_000_000
 _TEXT_SHARE = 100
 _STOP_SECONDS = 5.0
+_CROWD_SECONDS = 60.0  # between two lines about too many connections
+
+
+def text_room_nbytes(budget: int) -> int:
+    """Return what of a budget a text that is encoded beside a computation may take."""
+    return max(_TEXT_NBYTES, budget // _TEXT_SHARE)
+
+
+def reserved_nbytes(limits: Limits, parallel: int, budget: int | None) -> int:
+    """Return what of a budget the server and its requests may take beside the engine."""
+    texts = 0 if budget is None else text_room_nbytes(budget)
+    return _SERVER_NBYTES + parallel * _ANSWER_NBYTES + limits.reserved_nbytes + texts
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a server's model becomes ready. `open` makes the model; `has_budget`: its memory has a bound."""
+    """How a server's model becomes ready. `open` makes the model."""
 
     open: Callable[[], Model]
-    has_budget: bool
-    parallel: int
 
     def __call__(self) -> Model:
         """Return a model that is ready to run."""
         model = self.open()
         try:
             _warm(model)
-            reserve = None
-            if self.has_budget:
-                model.text_room_nbytes = max(_TEXT_NBYTES, (model.budget_bytes or 0) // _TEXT_SHARE)
-                reserve = bytearray(_SERVER_NBYTES + model.text_room_nbytes + self.parallel * _REQUEST_NBYTES)
-                reserve[::4096] = b"\x01" * len(reserve[::4096])  # the plan sees pages that were written
+            if model.budget_bytes is not None:
+                model.text_room_nbytes = text_room_nbytes(model.budget_bytes)
             model.open()
-            del reserve
         except BaseException:
             model.close()
             raise
@@ -85,7 +93,14 @@ class Serving:
             on_ready=on_ready,
             on_end=self._note_end,
         )
-        self.server = Server(Service(self.worker, options).app(), on_stop=self.worker.stop)
+        self.service = Service(self.worker, options)
+        self.server = Server(
+            self.service.app(),
+            on_stop=self.worker.stop,
+            most_connections=options.limits.connections,
+            on_crowd=self._note_crowd,
+        )
+        self._crowded = -_CROWD_SECONDS
 
     def run(self) -> None:
         """Serve until a signal, or `stop`, says to end.
@@ -98,6 +113,7 @@ class Serving:
         finally:
             self.worker.stop()
             self.worker.join(_STOP_SECONDS)
+            self.service.intake.close()
             self.worker.log.close()
         if self.worker.error is not None and self.worker.model is None:
             raise self.worker.error
@@ -105,6 +121,14 @@ class Serving:
     def stop(self) -> None:
         """End as a signal would; from any thread."""
         self.server.stop()
+
+    def _note_crowd(self) -> None:
+        """Say, now and then, that there are more connections than are kept."""
+        now = time.monotonic()
+        if now - self._crowded >= _CROWD_SECONDS:
+            self._crowded = now
+            most = self.server.most_connections
+            self.worker.log.write(f"more than {most:,} connections: those that wait for nothing are closed")
 
     def _note_end(self) -> None:
         """A model that never came ends the server; one that failed later leaves it there to say so."""

@@ -12,14 +12,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from spile.server.answers import Answers
+from spile.server.intake import Charge
 from spile.server.tasks import Done, Event, Failed, Said, Task
 
 COMMENT_SECONDS = 4.0  # of silence; clients and proxies are known to give up after 5 to 60
 STALL_SECONDS = 60.0  # that a client may take to read what it was sent
+# Of an answer that is kept until it is whole: a token, and an alternative to one with its place in the JSON.
+_SAID_NBYTES, _LOGPROB_NBYTES = 100, 600
+_CHARGED_NBYTES = 64_000  # at once
+_PIECE_NBYTES = 32_768  # sent at once, before it is seen whether the client reads
 _COMMENT = b": waiting for the model\n\n"
 _END = b"data: [DONE]\n\n"
 
@@ -69,6 +74,32 @@ class EventStream(StreamingResponse):
             await self._frames.aclose()
 
 
+class WholeReply(Response):
+    """An answer that is sent as fast as its client reads it, and not kept for one who does not. `on_end` is called
+    however that ends.
+    """
+
+    def __init__(self, reply: Response, *, on_end: Callable[[], None]) -> None:
+        super().__init__(reply.body, reply.status_code)
+        self.raw_headers = reply.raw_headers
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            for start in range(0, len(self.body), _PIECE_NBYTES):
+                piece = self.body[start : start + _PIECE_NBYTES]
+                more = start + _PIECE_NBYTES < len(self.body)
+                message = {"type": "http.response.body", "body": piece, "more_body": more}
+                await asyncio.wait_for(send(message), STALL_SECONDS)
+        except TimeoutError:
+            return  # and the connection is closed, as the answer is not complete
+        finally:
+            self._on_end()
+
+
 def frame(value: Any) -> bytes:
     """Return one server-sent event with a JSON value."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
@@ -104,12 +135,21 @@ async def frames(
         event = None
 
 
-async def whole(mailbox: Mailbox, task: Task, answers: Answers) -> Event:
-    """Take all of an answer in; return the event that ended it: `Done` or `Failed`."""
+async def whole(mailbox: Mailbox, task: Task, answers: Answers, charge: Charge) -> Event:
+    """Take all of an answer in, charged for as it grows; return the event that ended it: `Done` or `Failed`.
+
+    Raises: BusyError where there is no memory for more of it.
+    """
+    owed = 0
     while True:
         event = await mailbox.next()
         if isinstance(event, Said):
             answers.push(event)
+            logprob = event.chunk.logprob
+            owed += _SAID_NBYTES + (0 if logprob is None else (1 + len(logprob.top)) * _LOGPROB_NBYTES)
+            if owed >= _CHARGED_NBYTES:
+                charge.grow(owed)
+                owed = 0
         elif isinstance(event, (Done, Failed)):
             return event
         task.note_read()

@@ -131,6 +131,7 @@ class Task:
     send: Callable[[Event], None]
     nbytes: int = 0  # of its body
     id: str = field(default_factory=lambda: secrets.token_hex(8))
+    on_over: Callable[[], None] = lambda: None  # called once no more work is done on it
     created: float = field(default_factory=time.perf_counter)
     choices: list[Choice] = field(default_factory=list)
     unkept: tuple[str, ...] = ()  # what was asked of the answers' form and is not kept to
@@ -154,6 +155,8 @@ class Task:
         with self._lock:
             is_news, self.is_over = not self.is_over, True
             then, self._on_over = self._on_over, None
+        if is_news:
+            self.on_over()
         if then is not None:
             then()
         return is_news
