@@ -59,7 +59,7 @@ class Engine(FakeEngine):
         time.sleep(delay)
         return super().decode(*arguments)
 def open_engine(model, options, *, tokenizer_nbytes=0):
-    return Engine(script, vocab_size=model.config.vocab_size)
+    return Engine(script, vocab_size=model.spec.vocab_size)
 spile.engines.open_engine = open_engine
 from spile.__main__ import main
 sys.argv[1:] = {arguments!r}
@@ -82,7 +82,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def script(text: str, **options: Any) -> None:
         def open_engine(model: Any, options_: Any, *, tokenizer_nbytes: int = 0) -> FakeEngine:
-            return FakeEngine([*text.encode(), EOS], vocab_size=model.config.vocab_size, **options)
+            return FakeEngine([*text.encode(), EOS], vocab_size=model.spec.vocab_size, **options)
 
         monkeypatch.setattr("spile.engines.open_engine", open_engine)
 

@@ -54,8 +54,9 @@ CacheShape Decoder::cache_shape() const {
   return {config_.num_kv_heads, full, ring, config_.window, config_.max_chunk, config_.sliding};
 }
 
-void Decoder::begin(const Affine4& table, const int64_t* rows, int T) {
+void Decoder::begin(const Affine4& table, const int64_t* rows, int T, const float* rope) {
   T_ = T;
+  std::copy(rope, rope + static_cast<size_t>(T) * static_cast<size_t>(config_.rope_dims), rope_.begin());
   pool_.run(T, [&](int t, int) {
     kernels_->affine4_row(table, static_cast<size_t>(rows[t]),
                           h_.data() + static_cast<size_t>(t) * static_cast<size_t>(config_.hidden_size));
@@ -104,7 +105,7 @@ void Decoder::dense(int layer) {
   });
   pool_.run(T_, [&](int t, int) {
     const size_t at = static_cast<size_t>(t);
-    kernels_->swiglu(gate[at], up[at], wide, false, gate[at]);
+    kernels_->swiglu(gate[at], up[at], wide, c.dense_limit, gate[at]);
     attended_fixed_[at] = kernels_->fix(gate[at], wide, c.activation_bytes, Layout::kTernary,
                                         dense_planes_.data() + at * stride, nullptr);
   });

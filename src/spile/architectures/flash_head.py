@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import TABLE_BITS, TABLE_GROUP
+from spile.architectures.spec import AFFINE4
 from spile.errors import CheckpointError, UnsupportedModelError, quote
 from spile.files.checkpoint import FLASH_HEAD_NAME, Checkpoint, Tensor, read_into
 from spile.files.safetensors import read_header
@@ -95,7 +95,7 @@ def open_flash_head(checkpoint: Checkpoint, *, vocab_size: int, hidden_size: int
         raise CheckpointError(
             f"config.json of {checkpoint.folder}: flash_head is {quote(block)}, expected an object", _HINT
         )
-    for key, fixed in (("bits", TABLE_BITS), ("group_size", TABLE_GROUP), ("scaled_centroids", True)):
+    for key, fixed in (("bits", AFFINE4.bits), ("group_size", AFFINE4.group), ("scaled_centroids", True)):
         value = block.get(key, fixed)
         if type(value) is not type(fixed) or value != fixed:
             raise UnsupportedModelError(
@@ -135,12 +135,8 @@ def _find(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], Mapping[str, Tensor
 def _table(
     tensors: Mapping[str, Tensor], prefix: str, rows: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = width // TABLE_GROUP
-    return (
-        _tensor(tensors, f"{prefix}.weight", "U32", (rows, width * TABLE_BITS // 32)),
-        _tensor(tensors, f"{prefix}.scales", "BF16", (rows, groups)),
-        _tensor(tensors, f"{prefix}.biases", "BF16", (rows, groups)),
-    )
+    codes, scales, biases = (_tensor(tensors, *each) for each in AFFINE4.tensors(prefix, (rows, width)))
+    return codes, scales, biases
 
 
 def _tensor(tensors: Mapping[str, Tensor], name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:

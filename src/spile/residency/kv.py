@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spile.architectures.maple import MapleConfig
+from spile.architectures.spec import ModelSpec
 from spile.errors import OptionError
 from spile.options import EngineOptions
 
@@ -37,15 +37,15 @@ class KvFormat:
     def of_layer(self, is_sliding: bool) -> KvFormat:
         return self.ring if is_sliding else self
 
-    def describe(self, config: MapleConfig) -> str:
+    def describe(self, spec: ModelSpec) -> str:
         """Say it in a few words."""
         if self.key_bits == self.value_bits:
             text = _NAMES[self.key_bits]
         else:
             text = f"{_NAMES[self.key_bits]} keys and {_NAMES[self.value_bits]} values"
         if min(self.key_bits, self.value_bits) < 16:
-            text += f" in groups of {group_size(config.head_dim)}"
-        if self.ring != self and any(config.layer_is_sliding):
+            text += f" in groups of {group_size(spec.head_dim)}"
+        if self.ring != self and any(spec.layer_is_sliding):
             text += f", {LEAST_RING_BITS} bits at least in sliding layers"
         return text
 
@@ -53,17 +53,17 @@ class KvFormat:
 _NAMES = {32: "float32", 16: "FP16", 8: "8-bit", 4: "4-bit"}
 
 
-def kv_format(config: MapleConfig, options: EngineOptions) -> KvFormat:
+def kv_format(spec: ModelSpec, options: EngineOptions) -> KvFormat:
     """Return what was asked for.
 
     Raises: OptionError where the model's heads cannot be quantized.
     """
     values = options.kv_bits if options.kv_v_bits is None else options.kv_v_bits
     least = min(options.kv_bits, values)
-    if least < 16 and config.head_dim % 16:
+    if least < 16 and spec.head_dim % 16:
         name = "kv_bits" if least == options.kv_bits else "kv_v_bits"
         raise OptionError(
-            f"{name} is {least}: this model's heads have {config.head_dim} dimensions, no multiple of 16",
+            f"{name} is {least}: this model's heads have {spec.head_dim} dimensions, no multiple of 16",
             "Give 16 or 32.",
         )
     return KvFormat(options.kv_bits, values)
@@ -76,25 +76,25 @@ def group_size(head_dim: int) -> int:
     return next((size for size in range(MOST_GROUP, 16, -16) if head_dim % size == 0), 16)
 
 
-def kv_position_nbytes(config: MapleConfig, kv: KvFormat, *, is_sliding: bool) -> int:
+def kv_position_nbytes(spec: ModelSpec, kv: KvFormat, *, is_sliding: bool) -> int:
     """Bytes of one position in one layer, all its KV heads."""
-    head_dim, kept = config.head_dim, kv.of_layer(is_sliding)
+    head_dim, kept = spec.head_dim, kv.of_layer(is_sliding)
     groups = 4 * (head_dim // group_size(head_dim))  # an FP16 scale and bias each
     keys = head_dim * kept.key_bits // 8 + (groups if kept.key_bits < 16 else 0)
     padded = -(-head_dim // 16) * 16
     values = padded * kept.value_bits // 8 + (groups if kept.value_bits < 16 else 0)
-    return (keys + values) * config.num_key_value_heads
+    return (keys + values) * spec.num_key_value_heads
 
 
-def kv_nbytes(config: MapleConfig, num_tokens: int, chunk: int, kv: KvFormat) -> int:
+def kv_nbytes(spec: ModelSpec, num_tokens: int, chunk: int, kv: KvFormat) -> int:
     """Bytes of keys and values of one sequence of so many tokens, read in chunks: blocks of 128 positions in
     whole pages, as many as are needed in full layers and at most a ring of them in sliding ones.
     """
     num_blocks = -(-num_tokens // BLOCK_POSITIONS)
-    ring = min(ring_blocks(config.sliding_window, chunk), num_blocks)
+    ring = min(ring_blocks(spec.sliding_window, chunk), num_blocks)
     nbytes = 0
-    for is_sliding in config.layer_is_sliding:
-        block = kv_position_nbytes(config, kv, is_sliding=is_sliding) * BLOCK_POSITIONS
+    for is_sliding in spec.layer_is_sliding:
+        block = kv_position_nbytes(spec, kv, is_sliding=is_sliding) * BLOCK_POSITIONS
         nbytes += -(-block // PAGE_NBYTES) * PAGE_NBYTES * (ring if is_sliding else num_blocks)
     return nbytes
 

@@ -15,19 +15,20 @@ from spile.residency.store import PAGE_NBYTES, Store
 
 
 class Places(NamedTuple):
-    """Where the three parts of each expert lie, as arrays: looking extents up one by one would cost a
+    """Where the n parts of each expert lie, as arrays: looking extents up one by one would cost a
     token 2 ms.
     """
 
-    shards: NDArray[np.int64]  # [L * E, 3]
-    offsets: NDArray[np.int64]  # [L * E, 3]
-    nbytes: NDArray[np.int64]  # [3]
+    shards: NDArray[np.int64]  # [L * E, n]
+    offsets: NDArray[np.int64]  # [L * E, n]
+    nbytes: NDArray[np.int64]  # [n]
 
     @classmethod
     def of(cls, table: ExpertTable) -> Places:
         L, E = table.num_layers, table.num_experts
-        shards, offsets = np.zeros((L * E, 3), np.int64), np.zeros((L * E, 3), np.int64)
-        nbytes = np.zeros(3, np.int64)
+        n = _num_parts(table)
+        shards, offsets = np.zeros((L * E, n), np.int64), np.zeros((L * E, n), np.int64)
+        nbytes = np.zeros(n, np.int64)
         for layer in range(L):
             if not table.is_moe(layer):
                 continue
@@ -39,9 +40,9 @@ class Places(NamedTuple):
         return cls(shards, offsets, nbytes)
 
 
-def part_nbytes(table: ExpertTable) -> tuple[int, int, int]:
-    """Return the bytes of gate, up and down in a slot: the most that any expert needs, in whole pages."""
-    sizes = [0, 0, 0]
+def part_nbytes(table: ExpertTable) -> tuple[int, ...]:
+    """Return the bytes of each part of an expert in a slot: the most that any expert needs, in whole pages."""
+    sizes = [0] * _num_parts(table)
     for layer in range(table.num_layers):
         if not table.is_moe(layer):
             continue
@@ -50,5 +51,9 @@ def part_nbytes(table: ExpertTable) -> tuple[int, int, int]:
             if extent.nbytes % PAGE_NBYTES:  # then each expert begins elsewhere in its page
                 room = -(-(PAGE_NBYTES - 1 + extent.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
             sizes[part] = max(sizes[part], room)
-    gate, up, down = sizes
-    return gate, up, down
+    return tuple(sizes)
+
+
+def _num_parts(table: ExpertTable) -> int:
+    layers = range(table.num_layers)
+    return next((len(table.extents(layer, 0)) for layer in layers if table.is_moe(layer)), 0)

@@ -1,4 +1,4 @@
-"""Turns token ids into logits on the CPU: walks Maple's layers over the native decoder and a pool of experts.
+"""Turns token ids into logits on the CPU: walks a model's layers over the native decoder and a pool of experts.
 
 It decides the order of work inside a token: attention, routing, the resident experts while the missing ones
 are read. It does no arithmetic of its own, and does not know how the pool chooses.
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.architectures.flash_head import open_flash_head
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.engines.base import Counters, State
-from spile.engines.cpu.decoder import make_decoder
+from spile.engines.cpu.decoder import make_decoder, rope_of
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
+from spile.engines.cpu.rope import RopeTable
 from spile.engines.cpu.state import CpuState
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError
@@ -38,19 +39,19 @@ from spile.sizes import format_size
 
 
 class CpuEngine:
-    """Maple, ready to run. One thread at a time may use it."""
+    """A model, ready to run. One thread at a time may use it."""
 
     name = "cpu"
 
-    def __init__(self, model: MapleModel, options: EngineOptions) -> None:
+    def __init__(self, model: OwnModel, options: EngineOptions) -> None:
         """Plan, open files, read what stays resident.
 
         Raises: BudgetError, OptionError, ReadError, CheckpointError.
         """
-        config = model.config
-        self._config = config
-        self.vocab_size = config.vocab_size
-        self.num_experts = config.num_experts
+        spec = model.spec
+        self._spec = spec
+        self.vocab_size = spec.vocab_size
+        self.num_experts = spec.num_experts
         self._isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
         if self._isa not in _core.isas():
             raise OptionError(
@@ -59,10 +60,11 @@ class CpuEngine:
         self._threads = options.threads or physical_cores()
         table = ExpertTable(model)
         plan = make_plan(model, table, options)
-        self.plan, self.kv_format, self._options = plan, kv_format(config, options), options
+        self.plan, self.kv_format, self._options = plan, kv_format(spec, options), options
         self.exact = options.reselect_every == 1 and not options.flash_head
-        self._num_active = options.num_active(config.num_experts_per_tok) or config.num_experts
+        self._num_active = options.num_active(spec.num_experts_per_tok) or spec.num_experts
         self.context, self.prefill_chunk = plan.context, plan.prefill_chunk
+        self._rope = RopeTable(rope_of(spec))
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
             "kv_v_bits": self.kv_format.value_bits,
@@ -84,10 +86,7 @@ class CpuEngine:
             if plan.is_mapped:
                 self._touch = Touch(self._weights.ranges)
                 self.experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
-                codes, scales, biases = (
-                    self._weights.tensor(f"{model.embedding_name}.{part}")
-                    for part in ("weight", "scales", "biases")
-                )
+                codes, scales, biases = (self._weights.tensor(each.name) for each in spec.embedding.tensors())
                 self._table = codes, scales, biases
                 self._head = self._open_head(model, None)
             else:
@@ -107,10 +106,10 @@ class CpuEngine:
             self.close()
             raise
         self.expert_nbytes = table.expert_nbytes
-        self._ids = np.empty(config.num_experts, np.int32)
-        self._counts = np.empty(config.num_experts, np.int32)
-        self._foretold = np.empty(config.num_experts_per_tok, np.int32)
-        self._logits = np.empty((1, config.vocab_size), np.float32)
+        self._ids = np.empty(spec.num_experts, np.int32)
+        self._counts = np.empty(spec.num_experts, np.int32)
+        self._foretold = np.empty(spec.num_experts_per_tok, np.int32)
+        self._logits = np.empty((1, spec.vocab_size), np.float32)
 
     @property
     def resident_expert_bytes(self) -> int:
@@ -121,7 +120,7 @@ class CpuEngine:
         return self.plan.parts.kv
 
     def kv_nbytes(self, num_tokens: int) -> int:
-        return kv_nbytes(self._config, num_tokens, min(self.prefill_chunk, self.context), self.kv_format)
+        return kv_nbytes(self._spec, num_tokens, min(self.prefill_chunk, self.context), self.kv_format)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,14 +156,14 @@ class CpuEngine:
         return f"approximate: {' and '.join(reasons)}"
 
     def new_state(self) -> CpuState:
-        config, plan = self._config, self.plan
-        window = min(config.sliding_window, plan.context) if any(config.layer_is_sliding) else None
+        spec, plan = self._spec, self.plan
+        window = min(spec.sliding_window, plan.context) if any(spec.layer_is_sliding) else None
         max_chunk = min(plan.prefill_chunk, plan.context)
         selection = None
         if self._options.reselect_every != 1:
             selection = Selection(
-                config.num_hidden_layers,
-                config.num_experts,
+                spec.num_hidden_layers,
+                spec.num_experts,
                 num_active=self._num_active,
                 num_shared=self._options.shared_experts,
                 every=self._options.reselect_every,
@@ -173,7 +172,7 @@ class CpuEngine:
             self._decoder.new_cache(),
             window=window,
             max_chunk=max_chunk,
-            layer_is_sliding=config.layer_is_sliding,
+            layer_is_sliding=spec.layer_is_sliding,
             selection=selection,
             identity=self._state_identity,
         )
@@ -245,7 +244,7 @@ class CpuEngine:
         if plan.is_mapped:
             experts = "all experts mapped in place"
         else:
-            total = self._config.num_routed_experts
+            total = self._spec.num_routed_experts
             reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
             experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
             if plan.num_head_rows < self.vocab_size:
@@ -257,7 +256,7 @@ class CpuEngine:
         budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
         plural = "" if self._threads == 1 else "s"
         return (
-            f"{budget}{experts}, KV {self.kv_format.describe(self._config)}, "
+            f"{budget}{experts}, KV {self.kv_format.describe(self._spec)}, "
             f"context {self.context:,}, prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, "
             f"{self._isa}"
         )
@@ -325,18 +324,19 @@ class CpuEngine:
         total: int,
     ) -> None:
         decoder, ids, counts, T = self._decoder, self._ids, self._counts, len(token_ids)
-        num_layers, selection = self._config.num_hidden_layers, state.selection
+        num_layers, selection = self._spec.num_hidden_layers, state.selection
         assert state.cache is not None, "the state was closed"
+        rope = self._rope.rows(state.cache.position, T)
         if self._rows is None:
-            decoder.begin(*self._table, np.array(token_ids, np.int64))
+            decoder.begin(*self._table, np.array(token_ids, np.int64), rope)
         else:
             codes, scales, biases, rows = self._rows.read(token_ids)
             addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
-            decoder.begin(*addresses, rows)
+            decoder.begin(*addresses, rows, rope)
             self._policy.step(T)
         for layer in range(num_layers):
             decoder.attend(state.cache, layer)
-            if not self._config.is_moe(layer):
+            if not self._spec.is_moe(layer):
                 decoder.dense(layer)
             else:
                 if selection is None:
@@ -361,7 +361,7 @@ class CpuEngine:
         """Return what guesses a layer's experts, where reading some before it asks may pay: from the disk."""
         if self._store is None or not self._store.is_direct:
             return None
-        if layer == self._config.num_hidden_layers or not self._config.is_moe(layer):
+        if layer == self._spec.num_hidden_layers or not self._spec.is_moe(layer):
             return None
 
         def foretell() -> tuple[int, NDArray[np.int32]]:
@@ -370,23 +370,21 @@ class CpuEngine:
 
         return foretell
 
-    def _open_head(self, model: MapleModel, store: Store | None) -> Head | ClusteredHead:
+    def _open_head(self, model: OwnModel, store: Store | None) -> Head | ClusteredHead:
         num_rows = self.plan.num_head_rows
         if not self._options.flash_head:
             return Head(model, store, num_rows, self._weights)
-        config = model.config
-        flash = open_flash_head(
-            model.checkpoint, vocab_size=config.vocab_size, hidden_size=config.hidden_size
-        )
+        spec = model.spec
+        flash = open_flash_head(model.checkpoint, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if store is not None:
             self._flash_store = Store(flash.shards, direct=False)
             self._flash_store.read_cached = self._decoder.read_cached
         return ClusteredHead(model, flash, num_rows, self._weights, store=store, rows_store=self._flash_store)
 
-    def _make_decoder(self, model: MapleModel, activation_bytes: int) -> _core.Decoder:
-        config, plan = model.config, self.plan
+    def _make_decoder(self, model: OwnModel, activation_bytes: int) -> _core.Decoder:
+        spec, plan = model.spec, self.plan
         decoder = make_decoder(
-            config,
+            spec,
             self._isa,
             self._threads,
             context=plan.context,
@@ -394,7 +392,7 @@ class CpuEngine:
             kv=self.kv_format,
             activation_bytes=activation_bytes,
         )
-        for layer in range(config.num_hidden_layers):
+        for layer in range(spec.num_hidden_layers):
             decoder.set_layer(layer, self._weights.layer(layer))
-        decoder.set_final_norm(self._weights.tensor("model.norm.weight"))
+        decoder.set_final_norm(self._weights.tensor(f"{spec.norm.name}.weight"))
         return decoder

@@ -45,8 +45,7 @@ class MlxEngine:
 
         Raises: BudgetError, OptionError, UnsupportedModelError, CheckpointError.
         """
-        is_maple = find_model_type(checkpoint.config) == "maple"
-        _check_options(options, is_maple=is_maple)
+        _check_options(options, is_own=find_model_type(checkpoint.config) in adapter.OWN_MODULES)
         self.vocab_size, self._options = vocab_size, options
         self.exact = not options.flash_head
         self._approximation: str | None = None
@@ -261,7 +260,7 @@ class MlxEngine:
             ) from error
 
 
-def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
+def _check_options(options: EngineOptions, *, is_own: bool) -> None:
     """Refuse what this engine cannot follow.
 
     Raises: OptionError.
@@ -271,9 +270,9 @@ def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
             f"reselect_every is {options.reselect_every}: the mlx engine always chooses from all experts",
             "Leave it out, or use --engine cpu with a Maple.",
         )
-    if not is_maple and options.activation_bytes != 2:
+    if not is_own and options.activation_bytes != 2:
         raise OptionError(f"activation_bytes is {options.activation_bytes}: only a Maple has the choice")
-    if not is_maple and options.flash_head:
+    if not is_own and options.flash_head:
         raise OptionError("flash_head is asked for: only a Maple has a clustered head")
     check_io(options)
 

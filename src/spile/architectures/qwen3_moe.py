@@ -1,0 +1,115 @@
+"""Turns a config of Qwen3's mixture of experts (Qwen3-30B-A3B, Qwen3-Coder-30B) into a spec.
+
+MLX's files stack a layer's experts in one tensor a projection; the source has tensors of each expert. RoPE turns whole
+heads, in all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spile.architectures import reading
+from spile.architectures.spec import (
+    BF16,
+    EXPERT,
+    Attention,
+    Experts,
+    Format,
+    Glu,
+    LayerSpec,
+    ModelSpec,
+    Rope,
+    Router,
+    Weight,
+)
+from spile.errors import CheckpointError, quote
+from spile.files.checkpoint import Tensor
+
+IGNORED = r".*\.rotary_emb\.inv_freq"
+FIXED_VALUES: Mapping[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+}
+
+
+def read(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelSpec:
+    """Turn a checkpoint's config into its spec.
+
+    Raises:
+        UnsupportedModelError: a value that spile does not run.
+        CheckpointError: a value makes no sense.
+    """
+    stacked = "model.layers.0.mlp.experts.0.gate_proj.weight" not in tensors
+    return spec(raw, reading.plain_format(tensors, "model.norm.weight"), stacked=stacked)
+
+
+def spec(raw: Mapping[str, Any], plain: Format = BF16, *, stacked: bool = True) -> ModelSpec:
+    """Turn a config into the spec of a file with stacked experts, or of one with each by itself. Raises: as `read`."""
+    reading.check_fixed(raw, FIXED_VALUES, "Qwen3-MoE")
+    L, D, V = (reading.size(raw, key) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    (heads, kv_heads), (E, K) = reading.heads(raw), reading.experts(raw)
+    head_dim, F = (
+        reading.size(raw, "head_dim", default=D // heads),
+        reading.size(raw, "moe_intermediate_size"),
+    )
+    rope = Rope(head_dim, reading.number(raw, "rope_theta", largest=1e12))
+    step = reading.size(raw, "decoder_sparse_step", default=1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise CheckpointError(f"config.json: mlp_only_layers is {quote(dense)}, expected a list of layers")
+    reading.check_end_tokens(raw, V)
+    formats = reading.Quantization(raw, plain)
+
+    def linear(name: str, out: int, n: int) -> Weight:
+        return Weight(name, formats.of(name), (out, n))
+
+    wide, narrow = heads * head_dim, kv_heads * head_dim
+
+    def attention(prefix: str) -> Attention:
+        q, k, v, o = (
+            linear(f"{prefix}.{name}_proj", out, n)
+            for name, out, n in (("q", wide, D), ("k", narrow, D), ("v", narrow, D), ("o", D, wide))
+        )
+        return Attention(
+            heads, kv_heads, head_dim, q, k, v, o,
+            q_norm=reading.vector(f"{prefix}.q_norm", head_dim, plain),
+            k_norm=reading.vector(f"{prefix}.k_norm", head_dim, plain),
+            rope=rope,
+        )  # fmt: skip
+
+    def ffn(prefix: str, layer: int) -> Glu | Experts:
+        if layer in dense or (layer + 1) % step:
+            return reading.glu(
+                prefix, D, reading.size(raw, "intermediate_size"), formats.of(f"{prefix}.gate_proj")
+            )
+        name = f"{prefix}.switch_mlp" if stacked else f"{prefix}.experts.{EXPERT}"
+        router = Router(linear(f"{prefix}.gate", E, D), K, renormalise_eps=0.0)
+        return Experts(E, router, reading.glu(name, D, F, formats.of(f"{name}.gate_proj"), (E,)))
+
+    embedding = linear("model.embed_tokens", V, D)
+    is_tied = raw.get("tie_word_embeddings") is True
+    made = ModelSpec(
+        model_type="qwen3_moe",
+        embedding=embedding,
+        layers=tuple(
+            LayerSpec(
+                reading.vector(f"model.layers.{layer}.input_layernorm", D, plain),
+                attention(f"model.layers.{layer}.self_attn"),
+                reading.vector(f"model.layers.{layer}.post_attention_layernorm", D, plain),
+                ffn(f"model.layers.{layer}.mlp", layer),
+            )
+            for layer in range(L)
+        ),
+        norm=reading.vector("model.norm", D, plain),
+        head=embedding if is_tied else linear("lm_head", V, D),
+        rms_norm_eps=reading.number(raw, "rms_norm_eps", largest=1.0),
+        max_position_embeddings=reading.size(raw, "max_position_embeddings"),
+    )
+    reading.check_widths({
+        f"{weight.name}'s input": (weight.shape[-1], (weight.format,)) for weight in made.weights()
+    })  # fmt: skip
+    return made
