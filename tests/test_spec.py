@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spile import cli
-from spile.architectures import MODEL_TYPES, foreign, open_own, qwen3_moe
+from spile.architectures import MODEL_TYPES, foreign, open_model, open_own, qwen3_moe
 from spile.architectures.spec import (
     AFFINE4,
     BF16,
@@ -204,11 +204,32 @@ def test_a_value_that_qwen3_cannot_have_is_refused_by_name(
     assert named in str(caught.value)
 
 
-def test_cpu_engine_refuses_qwen3_in_a_sentence_that_says_what_it_lacks(qwen3: OwnModel) -> None:
+def test_cpu_engine_refuses_qwen3_in_a_sentence_that_says_what_it_lacks(
+    qwen3: OwnModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "foreign_types", lambda: frozenset({"qwen3_moe"}))
     assert choose_engine(qwen3, EngineOptions()) == "mlx"
     with pytest.raises(UnsupportedModelError) as caught:
         choose_engine(qwen3, EngineOptions(engine="cpu"))
     assert "'qwen3_moe' yet: it has linear layers in 4-bit affine in groups of 64" in str(caught.value)
+    monkeypatch.setattr(foreign, "foreign_types", lambda: frozenset[str]())
+    with pytest.raises(UnsupportedModelError, match="does not compute") as caught:
+        choose_engine(qwen3, EngineOptions())
+    assert "spile[mlx]" in (caught.value.hint or "")
+
+
+def test_what_the_spec_refuses_goes_to_mlx_lm_where_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "made", QWEN3)
+    path = tmp_path / "made" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_topk_prob": False}))
+    checkpoint = open_checkpoint(tmp_path / "made")
+    monkeypatch.setattr(foreign, "foreign_types", lambda: frozenset({"qwen3_moe"}))
+    assert isinstance(open_model(checkpoint), foreign.ForeignModel)
+    monkeypatch.setattr(foreign, "foreign_types", lambda: frozenset[str]())
+    with pytest.raises(UnsupportedModelError, match="norm_topk_prob is False"):
+        open_model(checkpoint)
 
 
 def test_synth_and_plan_know_the_preset(

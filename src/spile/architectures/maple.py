@@ -17,10 +17,8 @@ from spile.architectures.spec import (
     EXPERT,
     TERNARY,
     TERNARY_GROUPS,
-    Attention,
     Experts,
     Format,
-    Glu,
     LayerSpec,
     ModelSpec,
     Rope,
@@ -87,38 +85,22 @@ def spec(raw: Mapping[str, Any], form: Format = TERNARY, embedding: str = EMBEDD
         "intermediate_size": (dense, (TERNARY, form)),
     })  # fmt: skip
 
-    def attention(prefix: str, slides: bool) -> Attention:
-        def linear(name: str, out: int, n: int) -> Weight:
-            return Weight(f"{prefix}.{name}_proj", form, (out, n))
+    names = reading.Names(D, lambda name: form)
 
-        wide, narrow = heads * head_dim, kv_heads * head_dim
-        return Attention(
-            heads, kv_heads, head_dim,
-            linear("q", wide, D), linear("k", narrow, D), linear("v", narrow, D), linear("o", D, wide),
-            reading.vector(f"{prefix}.q_norm", head_dim), reading.vector(f"{prefix}.k_norm", head_dim),
-            window if slides else None, rope if slides else None,
-        )  # fmt: skip
-
-    def ffn(prefix: str, layer: int) -> Glu | Experts:
-        if layer < num_dense:
-            return reading.glu(prefix, D, dense, form)
-        router = Router(Weight(f"{prefix}.gate", BF16, (E, D)), K, renormalise_eps=1e-20)
-        name = f"experts.{EXPERT}" if form == BF16 else "switch_mlp"
-        return Experts(E, router, reading.glu(f"{prefix}.{name}", D, F, form, (E,), LIMIT))
+    def layer(prefix: str, number: int) -> LayerSpec:
+        rotation = (rope, window) if sliding[number] else (None, None)
+        attention = names.attention(f"{prefix}.self_attn", heads, kv_heads, head_dim, *rotation)
+        if number < num_dense:
+            return names.layer(prefix, attention, names.glu(f"{prefix}.mlp", dense))
+        experts = f"{prefix}.mlp.experts.{EXPERT}" if form == BF16 else f"{prefix}.mlp.switch_mlp"
+        router = Router(Weight(f"{prefix}.mlp.gate", BF16, (E, D)), K, renormalise_eps=1e-20)
+        return names.layer(prefix, attention, Experts(E, router, names.glu(experts, F, E, LIMIT)))
 
     return ModelSpec(
         model_type="maple",
         embedding=Weight(embedding, table, (V, D)),
-        layers=tuple(
-            LayerSpec(
-                reading.vector(f"model.layers.{layer}.input_layernorm", D),
-                attention(f"model.layers.{layer}.self_attn", slides),
-                reading.vector(f"model.layers.{layer}.post_attention_layernorm", D),
-                ffn(f"model.layers.{layer}.mlp", layer),
-            )
-            for layer, slides in enumerate(sliding)
-        ),
-        norm=reading.vector("model.norm", D),
+        layers=tuple(layer(f"model.layers.{number}", number) for number in range(L)),
+        norm=names.norm("model.norm"),
         head=Weight("lm_head", table, (V, D)),
         rms_norm_eps=reading.number(raw, "rms_norm_eps", largest=1.0),
         max_position_embeddings=reading.size(raw, "max_position_embeddings"),

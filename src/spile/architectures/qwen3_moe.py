@@ -10,19 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spile.architectures import reading
-from spile.architectures.spec import (
-    BF16,
-    EXPERT,
-    Attention,
-    Experts,
-    Format,
-    Glu,
-    LayerSpec,
-    ModelSpec,
-    Rope,
-    Router,
-    Weight,
-)
+from spile.architectures.spec import BF16, EXPERT, Experts, Format, LayerSpec, ModelSpec, Rope, Router
 from spile.errors import CheckpointError, quote
 from spile.files.checkpoint import Tensor
 
@@ -52,9 +40,9 @@ def spec(raw: Mapping[str, Any], plain: Format = BF16, *, stacked: bool = True) 
     reading.check_fixed(raw, FIXED_VALUES, "Qwen3-MoE")
     L, D, V = (reading.size(raw, key) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     (heads, kv_heads), (E, K) = reading.heads(raw), reading.experts(raw)
-    head_dim, F = (
-        reading.size(raw, "head_dim", default=D // heads),
+    F, head_dim = (
         reading.size(raw, "moe_intermediate_size"),
+        reading.size(raw, "head_dim", default=D // heads),
     )
     rope = Rope(head_dim, reading.number(raw, "rope_theta", largest=1e12))
     step = reading.size(raw, "decoder_sparse_step", default=1)
@@ -62,54 +50,30 @@ def spec(raw: Mapping[str, Any], plain: Format = BF16, *, stacked: bool = True) 
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers is {quote(dense)}, expected a list of layers")
     reading.check_end_tokens(raw, V)
-    formats = reading.Quantization(raw, plain)
+    names = reading.Names(D, reading.Quantization(raw, plain).of, plain)
 
-    def linear(name: str, out: int, n: int) -> Weight:
-        return Weight(name, formats.of(name), (out, n))
-
-    wide, narrow = heads * head_dim, kv_heads * head_dim
-
-    def attention(prefix: str) -> Attention:
-        q, k, v, o = (
-            linear(f"{prefix}.{name}_proj", out, n)
-            for name, out, n in (("q", wide, D), ("k", narrow, D), ("v", narrow, D), ("o", D, wide))
-        )
-        return Attention(
-            heads, kv_heads, head_dim, q, k, v, o,
-            q_norm=reading.vector(f"{prefix}.q_norm", head_dim, plain),
-            k_norm=reading.vector(f"{prefix}.k_norm", head_dim, plain),
-            rope=rope,
-        )  # fmt: skip
-
-    def ffn(prefix: str, layer: int) -> Glu | Experts:
-        if layer in dense or (layer + 1) % step:
-            return reading.glu(
-                prefix, D, reading.size(raw, "intermediate_size"), formats.of(f"{prefix}.gate_proj")
+    def layer(prefix: str, number: int) -> LayerSpec:
+        attention = names.attention(f"{prefix}.self_attn", heads, kv_heads, head_dim, rope)
+        if number in dense or (number + 1) % step:
+            return names.layer(
+                prefix, attention, names.glu(f"{prefix}.mlp", reading.size(raw, "intermediate_size"))
             )
-        name = f"{prefix}.switch_mlp" if stacked else f"{prefix}.experts.{EXPERT}"
-        router = Router(linear(f"{prefix}.gate", E, D), K, renormalise_eps=0.0)
-        return Experts(E, router, reading.glu(name, D, F, formats.of(f"{name}.gate_proj"), (E,)))
+        experts = f"{prefix}.mlp.switch_mlp" if stacked else f"{prefix}.mlp.experts.{EXPERT}"
+        router = Router(names.linear(f"{prefix}.mlp.gate", E, D), K, renormalise_eps=0.0)
+        return names.layer(prefix, attention, Experts(E, router, names.glu(experts, F, E)))
 
-    embedding = linear("model.embed_tokens", V, D)
+    embedding = names.linear("model.embed_tokens", V, D)
     is_tied = raw.get("tie_word_embeddings") is True
     made = ModelSpec(
         model_type="qwen3_moe",
         embedding=embedding,
-        layers=tuple(
-            LayerSpec(
-                reading.vector(f"model.layers.{layer}.input_layernorm", D, plain),
-                attention(f"model.layers.{layer}.self_attn"),
-                reading.vector(f"model.layers.{layer}.post_attention_layernorm", D, plain),
-                ffn(f"model.layers.{layer}.mlp", layer),
-            )
-            for layer in range(L)
-        ),
-        norm=reading.vector("model.norm", D, plain),
-        head=embedding if is_tied else linear("lm_head", V, D),
+        layers=tuple(layer(f"model.layers.{number}", number) for number in range(L)),
+        norm=names.norm("model.norm"),
+        head=embedding if is_tied else names.linear("lm_head", V, D),
         rms_norm_eps=reading.number(raw, "rms_norm_eps", largest=1.0),
         max_position_embeddings=reading.size(raw, "max_position_embeddings"),
     )
-    reading.check_widths({
-        f"{weight.name}'s input": (weight.shape[-1], (weight.format,)) for weight in made.weights()
-    })  # fmt: skip
+    reading.check_widths(
+        {f"{each.name}'s input": (each.shape[-1], (each.format,)) for each in made.weights()}
+    )
     return made

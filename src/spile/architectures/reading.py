@@ -6,10 +6,10 @@ What several architectures' modules share; it knows none of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spile.architectures.spec import BF16, Format, Glu, Weight
+from spile.architectures.spec import BF16, Attention, Experts, Format, Glu, LayerSpec, Rope, Weight
 from spile.errors import CheckpointError, UnsupportedModelError, quote
 from spile.files.checkpoint import Tensor
 
@@ -164,17 +164,48 @@ def check_block(
         raise UnsupportedModelError(message)
 
 
-def vector(name: str, length: int, form: Format = BF16) -> Weight:
-    """A norm's weight, or a bias by itself."""
-    return Weight(name, form, (length,))
+class Names:
+    """Weights by the names that most checkpoints use, for models of one width."""
 
+    def __init__(self, width: int, format_of: Callable[[str], Format], plain: Format = BF16) -> None:
+        """`format_of` says how a matrix is stored, `plain` how vectors are."""
+        self._width, self._format_of, self._plain = width, format_of, plain
 
-def glu(
-    prefix: str, width: int, inner: int, form: Format, stack: tuple[int, ...] = (), limit: float = 0.0
-) -> Glu:
-    """A GLU by the names that most checkpoints use."""
-    gate, up = (Weight(f"{prefix}.{name}", form, (*stack, inner, width)) for name in PROJECTIONS[:2])
-    return Glu(gate, up, Weight(f"{prefix}.{PROJECTIONS[2]}", form, (*stack, width, inner)), limit)
+    def linear(self, name: str, *shape: int) -> Weight:
+        return Weight(name, self._format_of(name), shape)
+
+    def norm(self, name: str, length: int | None = None) -> Weight:
+        return Weight(name, self._plain, (length or self._width,))
+
+    def attention(
+        self,
+        prefix: str,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope | None,
+        window: int | None = None,
+    ) -> Attention:
+        """Return attention whose queries and keys are normalised head by head."""
+        D, wide, narrow = self._width, heads * head_dim, kv_heads * head_dim
+        shapes = {"q": (wide, D), "k": (narrow, D), "v": (narrow, D), "o": (D, wide)}
+        q, k, v, o = (self.linear(f"{prefix}.{name}_proj", *shape) for name, shape in shapes.items())
+        q_norm, k_norm = (self.norm(f"{prefix}.{name}_norm", head_dim) for name in "qk")
+        return Attention(heads, kv_heads, head_dim, q, k, v, o, q_norm, k_norm, window, rope)
+
+    def glu(self, prefix: str, inner: int, num_experts: int | None = None, limit: float = 0.0) -> Glu:
+        """Return a GLU, or the stack of those of so many experts."""
+        stack = () if num_experts is None else (num_experts,)
+        shapes = (inner, self._width), (inner, self._width), (self._width, inner)
+        gate, up, down = (
+            self.linear(f"{prefix}.{name}", *stack, *shape)
+            for name, shape in zip(PROJECTIONS, shapes, strict=True)
+        )
+        return Glu(gate, up, down, limit)
+
+    def layer(self, prefix: str, attention: Attention, ffn: Glu | Experts) -> LayerSpec:
+        before, between = (self.norm(f"{prefix}.{name}_layernorm") for name in ("input", "post_attention"))
+        return LayerSpec(before, attention, between, ffn)
 
 
 class Quantization:

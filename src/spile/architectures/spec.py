@@ -235,10 +235,6 @@ class ModelSpec:
         """Yield every tensor once, in the order of the forward pass."""
         return iter({each.name: each for weight in self.weights() for each in weight.tensors()}.values())
 
-    def experts(self, layer: int) -> Experts | None:
-        ffn = self.layers[layer].ffn
-        return ffn if isinstance(ffn, Experts) else None
-
     def is_moe(self, layer: int) -> bool:
         return isinstance(self.layers[layer].ffn, Experts)
 

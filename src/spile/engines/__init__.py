@@ -22,12 +22,16 @@ def choose_engine(model: OwnModel | ForeignModel, options: EngineOptions) -> str
     """Return the name of the engine that runs a model: what was asked for, else mlx where it has a GPU or the
     cpu engine cannot compute the model, else cpu. Imports neither.
 
-    Raises: UnsupportedModelError where the cpu engine was asked for and cannot.
+    Raises: UnsupportedModelError where the cpu engine cannot, and was asked for or is all there is.
     """
+    from spile.architectures.foreign import foreign_types
+
     why = why_not_cpu(model)
     if why is not None:
         if options.engine == "cpu":
             raise UnsupportedModelError(why, "Leave out --engine cpu: the mlx engine runs it.")
+        if options.engine == "auto" and not foreign_types():
+            raise UnsupportedModelError(why, "The mlx engine runs it: pip install 'spile[mlx]'")
         return "mlx"
     if options.engine != "auto":
         return options.engine
