@@ -295,7 +295,10 @@ def test_prompt_comes_from_the_flag_or_standard_input_too(
         (["chat", "--system", "\udcff"], "--system is not valid UTF-8 at character 0"),
         (["generate", "a", "--raw", "--system", "b"], "system needs the chat template"),
         (["verify", "a", "-m", "b"], "MODEL was given twice: 'a' and --model 'b'"),
-        (["synth", "x", "--preset", "huge"], "there is no preset 'huge': there are maple-20b, tiny"),
+        (
+            ["synth", "x", "--preset", "huge"],
+            "there is no preset 'huge': there are maple-20b, qwen3-30b-a3b-4bit, tiny",
+        ),
         (["synth", "x", "--seed", "-1"], "seed -1 is negative"),
     ],
 )

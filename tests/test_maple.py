@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,20 @@ def test_a_config_of_more_or_fewer_layers_than_the_weights_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.[34]"):
         open_folder(edit(tiny_checkpoint(), num_hidden_layers=layers, layer_types=None))
+
+
+def test_a_config_that_claims_billions_of_tensors_is_refused_at_once(
+    golden_bf16: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(golden_bf16 / "model.safetensors")
+    (folder / "config.json").write_text((golden_bf16 / "config.json").read_text())
+    edit(folder, num_experts=65_536, num_hidden_layers=10_000, layer_types=None)
+    started = time.process_time()
+    with pytest.raises(CheckpointError, match=r"tensor .*: expected .* found"):
+        open_folder(folder)
+    assert time.process_time() - started < 5
 
 
 def test_a_tensor_that_would_change_the_answer_is_not_dropped(tiny_checkpoint: Tiny) -> None:

@@ -232,8 +232,13 @@ class ModelSpec:
         yield self.head
 
     def tensors(self) -> Iterator[Expected]:
-        """Yield every tensor once, in the order of the forward pass."""
-        return iter({each.name: each for weight in self.weights() for each in weight.tensors()}.values())
+        """Yield every tensor once, in the order of the forward pass. Lazy: a config can claim billions."""
+        seen = set()
+        for weight in self.weights():
+            for each in weight.tensors():
+                if each.name not in seen:
+                    seen.add(each.name)
+                    yield each
 
     def is_moe(self, layer: int) -> bool:
         return isinstance(self.layers[layer].ffn, Experts)
