@@ -80,6 +80,7 @@ def open_model(checkpoint: Checkpoint) -> OwnModel | ForeignModel:
 
 def open_own(checkpoint: Checkpoint) -> OwnModel:
     """Open a checkpoint of one of `MODEL_TYPES`. Raises: as `open_model`."""
+    from spile.architectures.reading import check_tensor
     from spile.architectures.spec import OwnModel
 
     model_type, tensors = find_model_type(checkpoint.config), checkpoint.tensors
@@ -89,15 +90,8 @@ def open_own(checkpoint: Checkpoint) -> OwnModel:
         )
     module = import_module(f"spile.architectures.{model_type}")
     spec, known = module.read(checkpoint.config, tensors), set()
-    for name, dtype, shape in spec.tensors():
-        found, wanted = tensors.get(name), f"{dtype} {list(shape)}"
-        if found is None:
-            raise CheckpointError(f"tensor {name} is missing: config.json asks for {wanted}")
-        if (found.dtype, found.shape) != (dtype, shape):
-            raise CheckpointError(
-                f"tensor {name}: expected {wanted} from config.json, found {found.dtype} {list(found.shape)}"
-            )
-        known.add(name)
+    for each in spec.tensors():
+        known.add(check_tensor(tensors, each).name)
     ignored = re.compile(module.IGNORED)
     for name in tensors:
         if name not in known and not ignored.fullmatch(name):

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spile.architectures.spec import BF16, Attention, Experts, Format, Glu, LayerSpec, Rope, Weight
+from spile.architectures.spec import BF16, Attention, Expected, Experts, Format, Glu, LayerSpec, Rope, Weight
 from spile.errors import CheckpointError, UnsupportedModelError, quote
 from spile.files.checkpoint import Tensor
 
@@ -162,6 +162,20 @@ def check_block(
             message += f" (tensor {name}.weight: {value} bits expect U32 {claimed}, found {tensor.dtype} "
             message += f"{list(tensor.shape)})"
         raise UnsupportedModelError(message)
+
+
+def check_tensor(
+    tensors: Mapping[str, Tensor], expected: Expected, source: str = "config.json", hint: str | None = None
+) -> Tensor:
+    """Return a tensor that has the dtype and shape that `source` asks for. Raises: CheckpointError."""
+    name, dtype, shape = expected
+    tensor, wanted = tensors.get(name), f"{dtype} {list(shape)}"
+    if tensor is None:
+        raise CheckpointError(f"tensor {name} is missing: {source} asks for {wanted}", hint)
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise CheckpointError(f"tensor {name}: expected {wanted} from {source}, found {found}", hint)
+    return tensor
 
 
 class Names:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from spile.files.checkpoint import Checkpoint
+    from spile.files.checkpoint import Checkpoint, Tensor
 
 EXPERT = "{expert}"  # in the name of a weight whose experts have tensors of their own
 
@@ -321,3 +321,7 @@ class OwnModel:
 
     checkpoint: Checkpoint
     spec: ModelSpec
+
+    def tensors(self, weight: Weight) -> list[Tensor]:
+        """Return where a weight lies, its codes first."""
+        return [self.checkpoint.tensors[each.name] for each in weight.tensors()]

@@ -28,7 +28,7 @@ def activation_nbytes(spec: ModelSpec, chunk: int) -> int:
 def head_nbytes(model: OwnModel, num_rows: int) -> int:
     """Bytes of so many resident rows of the head, and of the ring that the others pass through."""
     V = model.spec.vocab_size
-    total = sum(model.checkpoint.tensors[each.name].nbytes for each in model.spec.head.tensors())
+    total = sum(tensor.nbytes for tensor in model.tensors(model.spec.head))
     row = total // V
     ring = HEAD_RING_PIECES * (HEAD_PIECE_ROWS * row + 6 * 4096) if num_rows < V else 0
     return num_rows * row + ring
@@ -61,5 +61,7 @@ def resident_weight_nbytes(model: OwnModel) -> int:
         apart.add(weight.name)
         if weight.format.kind == TERNARY.kind:
             rows += spec.num_experts * weight.shape[-2]
-    names = {each.name for weight in spec.weights() if weight.name not in apart for each in weight.tensors()}
-    return sum(model.checkpoint.tensors[name].nbytes for name in names) + 2 * rows  # row alphas, BF16
+    kept = (weight for weight in spec.weights() if weight.name not in apart)
+    return (
+        sum(tensor.nbytes for weight in kept for tensor in model.tensors(weight)) + 2 * rows
+    )  # BF16 row alphas

@@ -58,9 +58,7 @@ class ClusteredHead:
             self._cluster_rows = np.arange(token_map.size, dtype=np.int32).reshape(token_map.shape)
             self._forced = np.flatnonzero(np.isin(self._token_ids, self._forced))
         else:
-            codes, scales, biases = (
-                model.checkpoint.tensors[each.name] for each in model.spec.head.tensors()
-            )
+            codes, scales, biases = model.tensors(model.spec.head)
             self._tensors = codes, scales, biases
             self._token_ids = np.arange(vocab_size, dtype=np.int32)
             self._cluster_rows = token_map

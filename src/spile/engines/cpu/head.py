@@ -31,7 +31,7 @@ class Head:
 
         Raises: ReadError.
         """
-        tensors = [model.checkpoint.tensors[each.name] for each in model.spec.head.tensors()]
+        tensors = model.tensors(model.spec.head)
         self._tensors = tensors
         self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
         self._num_rows = model.spec.vocab_size

@@ -97,7 +97,7 @@ class EmbeddingRows:
 
     def __init__(self, model: OwnModel, store: Store) -> None:
         self._store = store
-        self._tables = [model.checkpoint.tensors[each.name] for each in model.spec.embedding.tensors()]
+        self._tables = model.tensors(model.spec.embedding)
         self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in self._tables]
 
     def read(
