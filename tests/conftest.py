@@ -9,11 +9,13 @@ import lzma
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fake_pool import CheckedPool, MakePool
 from spile.making.synth import PRESETS, write_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -31,6 +33,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     monkeypatch.setattr(
         os, "fsync", lambda file: None
     )  # hundreds of small files need not survive a power cut
+
+
+@pytest.fixture(params=["fake", "pages", "bank"])
+def make_pool(request: pytest.FixtureRequest) -> MakePool:
+    """What makes a pool in a room of each kind; a bank needs mlx."""
+    if request.param == "bank":
+        pytest.importorskip("mlx.core", exc_type=ImportError)
+    return partial(CheckedPool, request.param)
 
 
 @pytest.fixture(scope="session")

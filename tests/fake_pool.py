@@ -1,4 +1,4 @@
-"""A pool of experts over a fake store, and everything that must hold of it.
+"""A pool of experts over a fake store, in rooms of every kind, and everything that must hold of it.
 
 The store brings the bytes late, in any order, and writes rubbish first, as a disk may.
 """
@@ -6,8 +6,9 @@ The store brings the bytes late, in any order, and writes rubbish first, as a di
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from spile.errors import ReadError
 from spile.residency.experts import Extent
+from spile.residency.pages import Pages, keys_of
 from spile.residency.policy import Policy
-from spile.residency.slots import Slots
+from spile.residency.pool import Order, Pool, Reads, Room
 from spile.residency.store import ENDED, Store
 
 PARTS_NBYTES = (5000, 4096, 300)  # of gate, up, down: no alignment anywhere
@@ -47,8 +49,9 @@ class FakeStore:
 
     delta = staticmethod(Store.delta)
 
-    def __init__(self, table: FakeTable, seed: int = 0) -> None:
-        self.table = table
+    def __init__(self, table: FakeTable, seed: int = 0, *, is_direct: bool) -> None:
+        """Direct reads write whole pages."""
+        self.table, self.is_direct = table, is_direct
         self.rng = np.random.default_rng(seed)
         self.pending: dict[int, tuple[Sequence[Extent], Sequence[int]]] = {}
         self.failing: set[Extent] = set()
@@ -61,8 +64,11 @@ class FakeStore:
         self.num_submitted += 1
         self.pending[self.num_submitted] = (extents, addresses)
         for extent, address in zip(extents, addresses, strict=True):
-            assert address % 4096 == 0
-            ctypes.memset(address, 0xEE, Store.room(extent))
+            assert address % 4096 == 0 or not self.is_direct
+            first, nbytes = (
+                (0, Store.room(extent)) if self.is_direct else (Store.delta(extent), extent.nbytes)
+            )
+            ctypes.memset(address + first, 0xEE, nbytes)
         if self.rng.random() < 0.2 and not self.failing.intersection(extents):  # in the page cache
             self._end(self.num_submitted)
             return ENDED
@@ -115,37 +121,97 @@ class FakeStore:
             ctypes.memmove(address + Store.delta(extent), data.ctypes.data, extent.nbytes)
 
 
-class Pool:
-    """Slots over a fake store, and everything that must hold of them."""
+class FakeRoom(Room):
+    """As small as a room can be: an array a slot and part."""
 
-    def __init__(self, num_slots: int, seed: int = 0, **sizes: int) -> None:
+    def __init__(self, table: Any) -> None:
+        self.table, self.num_experts, self.keys = table, table.num_experts, keys_of(table)
+        self.slot_nbytes, self.num_slots = sum(PARTS_NBYTES), 0
+        self.slots: list[list[NDArray[np.uint8]]] = []
+
+    def resize(self, num_slots: int) -> None:
+        self.num_slots = min(self.num_slots, num_slots)
+        new = [[np.zeros(n, np.uint8) for n in PARTS_NBYTES] for _ in range(num_slots - len(self.slots))]
+        self.slots = [*self.slots[:num_slots], *new]
+        self.num_slots = num_slots
+
+    def reads(self, keys: NDArray[np.int64], slots: Sequence[int]) -> Reads:
+        extents = np.array([self.table.extents(*divmod(int(key), self.num_experts)) for key in keys])
+        starts = np.array([[part.ctypes.data for part in self.slots[slot]] for slot in slots])
+        shards, offsets, nbytes = extents.transpose(2, 0, 1)
+        return shards, offsets, nbytes, starts - offsets % 4096
+
+    def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[Any]:
+        return np.array([[part.ctypes.data for part in self.slots[slot]] for slot in slots.tolist()])
+
+    def close(self) -> None:
+        self.slots, self.num_slots = [], 0
+
+
+def make_bank(table: Any) -> Any:
+    """The room of the mlx engine, of parts of bytes; the last is put in place after the read."""
+    import mlx.core as mx
+
+    from spile.engines.mlx.banks import Bank
+    from spile.engines.mlx.experts import Part, Piece
+
+    names = ("gate", "up", "down")
+    layout = tuple(Part(n, (size,), mx.uint8, size) for n, size in zip(names, PARTS_NBYTES, strict=True))
+    view: Any = SimpleNamespace(itemsize=1, shape=(1, 300), strides=(300, 1), negated=False)
+
+    def pieces(layer: int, expert: int) -> list[Any]:
+        gate, up, down = table.extents(layer, expert)
+        return [Piece(0, gate, view, None), Piece(1, up, view, None), Piece(2, down, view, (slice(0, 300),))]
+
+    layers: Any = [
+        SimpleNamespace(
+            index=layer,
+            num_experts=table.num_experts,
+            layout=layout,
+            expert_nbytes=sum(PARTS_NBYTES),
+            pieces=lambda expert, layer=layer: pieces(layer, expert),
+        )
+        for layer in range(table.num_layers)
+        if table.is_moe(layer)
+    ]
+    return Bank(layers, table.num_experts)
+
+
+ROOMS: dict[str, Callable[[Any], Any]] = {"fake": FakeRoom, "pages": Pages, "bank": make_bank}
+MakePool = Callable[..., "CheckedPool"]
+
+
+class CheckedPool:
+    """A pool over a fake store, and everything that must hold of it."""
+
+    def __init__(self, room: str, num_slots: int, seed: int = 0, **sizes: int) -> None:
         self.table = FakeTable(**sizes)
-        self.store = FakeStore(self.table, seed)
+        self.store = FakeStore(self.table, seed, is_direct=room == "pages")
         self.policy = Policy(self.table.num_layers, self.table.num_experts)
-        table: Any = self.table
         store: Any = self.store
-        self.slots = Slots(table, store, self.policy, num_slots)
+        self.room = ROOMS[room](self.table)
+        self.slots = Pool(self.room, store, self.policy, num_slots)
 
     def fetch(
-        self, layer: int, experts: Sequence[int], in_order: bool, guess: Sequence[int] | None = None
+        self, layer: int, experts: Sequence[int], order: Order, guess: Sequence[int] | None = None
     ) -> Iterator[Any]:
         """`guess` is what the next layer may want, the likeliest first."""
         ids = np.array(sorted(experts), np.int32)
         following = (layer + 1) % self.table.num_layers
         foretell = None if guess is None else lambda: (following, np.array(guess, np.int32))
-        return self.slots.fetch(layer, ids, np.ones(len(ids), np.int32), in_order=in_order, foretell=foretell)
+        return self.slots.fetch(layer, ids, np.ones(len(ids), np.int32), order=order, foretell=foretell)
 
     def run(
         self,
         layer: int,
         experts: Sequence[int],
-        in_order: bool = False,
+        order: Order = "ready",
         guess: Sequence[int] | None = None,
     ) -> list[list[int]]:
         """Fetch and check one layer; return the ids of each batch."""
         resident = self.resident(layer)
         batches: list[list[int]] = []
-        with closing(self.fetch(layer, experts, in_order, guess)) as fetched:  # type: ignore[type-var]
+        with closing(self.fetch(layer, experts, order, guess)) as fetched:  # type: ignore[type-var]
             for ids, addresses in fetched:
                 self.check_bytes(layer, ids, addresses)
                 self.check_table()
@@ -155,7 +221,7 @@ class Pool:
         found = [expert for batch in batches for expert in batch]
         assert sorted(found) == sorted(experts)  # each exactly once
         hits = sorted(set(experts) & resident)
-        if in_order:
+        if order == "ascending":
             assert found == sorted(found)
         elif hits:
             assert set(hits) <= set(batches[0])  # residents do not wait
@@ -163,11 +229,16 @@ class Pool:
         return batches
 
     def resident(self, layer: int) -> set[int]:
-        E = self.table.num_experts
-        return set(np.flatnonzero(self.slots._key_to_slot[layer * E : (layer + 1) * E] >= 0).tolist())
+        slots = self.slots.slots_of(layer, np.arange(self.table.num_experts))
+        return set(np.flatnonzero(slots >= 0).tolist())
 
-    def check_bytes(self, layer: int, ids: NDArray[np.int32], addresses: NDArray[np.uint64]) -> None:
-        for expert, starts in zip(ids.tolist(), addresses.tolist(), strict=True):
+    def check_bytes(self, layer: int, ids: NDArray[np.int32], places: NDArray[Any]) -> None:
+        if isinstance(self.room, FakeRoom | Pages):
+            addresses = places.tolist()
+        else:  # a bank's rows
+            parts = [rows for _, rows in self.room.parts]
+            addresses = [[rows[slot].ctypes.data for rows in parts] for slot in places.tolist()]
+        for expert, starts in zip(ids.tolist(), addresses, strict=True):
             for extent, start in zip(self.table.extents(layer, expert), starts, strict=True):
                 wanted = self.table.content[extent.offset : extent.offset + extent.nbytes].tobytes()
                 assert ctypes.string_at(start, extent.nbytes) == wanted
@@ -187,7 +258,7 @@ class Pool:
         self.check_table()
         coming = [*slots._ahead, *slots._strays]
         assert len(coming) <= slots.num_slots // 4
-        in_use = slots._is_pinned.copy()
+        in_use = slots._is_pinned[slots._slot_to_key]
         in_use[[load.slot for load in coming]] = True
         assert slots._in_use.tolist() == in_use.tolist()
         assert set(self.store.pending) <= {load.ticket for load in coming}
@@ -197,4 +268,4 @@ class Pool:
         for slot in holding:
             layer, expert = divmod(int(slots._slot_to_key[slot]), self.table.num_experts)
             key, places = slots._slot_to_key[slot : slot + 1], np.array([slot], np.int32)
-            self.check_bytes(layer, np.array([expert], np.int32), slots._addresses(key, places))
+            self.check_bytes(layer, np.array([expert], np.int32), self.room.places(key, places))

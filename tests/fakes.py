@@ -96,11 +96,26 @@ class FakeEngine:
         state.fed += token_ids
         return np.zeros((len(token_ids), self.vocab_size), np.float32)
 
+    def score(
+        self,
+        state: FakeState,
+        token_ids: Sequence[int],
+        on_logits: Callable[[int, NDArray[np.float32]], None],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        for index, token_id in enumerate(token_ids):
+            on_logits(index, self.prefill(state, [token_id])[None])
+        if on_progress is not None:
+            on_progress(len(token_ids), len(token_ids))
+
     def counters(self) -> Counters:
         return self._counters
 
     def resize(self, memory_bytes: int) -> None:
         self.calls.append(("resize", memory_bytes))
+
+    def hold(self, owner: str, nbytes: int) -> None:
+        self.calls.append(("hold", (owner, nbytes)))
 
     def lend(self, nbytes: int) -> None:
         self.calls.append(("lend", nbytes))

@@ -104,6 +104,18 @@ def waiting(model: spile.Model, sampler: Sampler) -> dict[str, Any]:
     return {"ids": ids}
 
 
+def closed(model: spile.Model, sampler: Sampler) -> dict[str, Any]:
+    """Load the model beside the one that runs, answer and close, again and again."""
+    folder, budget, _ = sys.argv[1:]
+    after, full = [], []
+    for _ in range(3):
+        with spile.load(folder, memory=2 * int(budget), flash_moe=True, threads=1, context=512) as other:
+            answer(other, list(range(200)))
+            full.append(status("RssAnon")["RssAnon"])
+        after.append(status("RssAnon")["RssAnon"])
+    return {"after": after, "full": full}
+
+
 def main() -> None:
     folder, budget, scenario = sys.argv[1:]
     sampler = Sampler()
@@ -111,9 +123,8 @@ def main() -> None:
     before = bytes_from_disk()
     memory = None if budget == "all" else int(budget)
     with spile.load(folder, memory=memory, threads=1, context=512) as model:
-        result = {"disjoint": disjoint_prompts, "resized": resized, "waiting": waiting}[scenario](
-            model, sampler
-        )
+        scenarios = {"disjoint": disjoint_prompts, "resized": resized, "waiting": waiting, "closed": closed}
+        result = scenarios[scenario](model, sampler)
         summary = model.summary
     sampler.done.set()
     sampler.join()

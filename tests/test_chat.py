@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -680,6 +681,78 @@ def test_pasted_lines_are_one_message(command: Callable[..., list[str]], keys: C
     assert [message["content"] for message in messages] == ["one\ntwo", "Hello"]
 
 
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+@pytest.mark.parametrize("terminal", [pytest.param("", marks=needs_gnu_readline), "dumb"])
+def test_lines_pasted_through_a_terminal_are_one_message(
+    terminal: str, command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The terminal decides whether it marks what is pasted, by what the program asked of it."""
+    tmux = ["tmux", "-S", str(tmp_path / "socket")]
+    program = [*(["env", "TERM=dumb"] if terminal else []), *command("Hello")]
+    subprocess.run(
+        [*tmux, "new-session", "-d", "-x", "80", "-y", "24", "-c", str(tmp_path), *program], check=True
+    )
+
+    def wait(text: str, count: int = 1) -> None:
+        deadline, screen = time.monotonic() + 15, ""
+        while time.monotonic() < deadline:
+            screen = subprocess.run(
+                [*tmux, "capture-pane", "-p"], capture_output=True, text=True, check=True
+            ).stdout
+            if screen.count(text) >= count:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"never showed {text!r}: {screen}")
+
+    try:
+        wait("\n>")
+        pasted = "one\n  two\n\nthree = 3"
+        subprocess.run([*tmux, "set-buffer", pasted], check=True)
+        subprocess.run([*tmux, "paste-buffer", "-p"], check=True)
+        subprocess.run([*tmux, "send-keys", "Enter"], check=True)
+        wait("Hello")
+        subprocess.run([*tmux, "send-keys", "/save talk.json", "Enter"], check=True)
+        wait("wrote talk.json")
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=False, capture_output=True)
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["content"] for message in messages] == [pasted, "Hello"]
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_ways_out_of_a_chat(word: str, case: Callable[..., Case]) -> None:
+    it = case()
+    it.run(word, "never sent")
+    assert it.read == []
+
+
+def test_budget_that_cannot_be_kept_is_refused_before_anything_is_typed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["chat", "--memory", "20MB"]) == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "> " not in err
+    assert "and the budget is 20.0 MB" in err
+
+
+def test_chat_names_its_model_at_the_start(
+    case: Callable[..., Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case().run()
+    first, second = capsys.readouterr().err.splitlines()[:2]
+    assert first.startswith("model: ")
+    assert second == "memory auto: everything resident (fake)"
+
+
+def test_chat_with_the_demo_says_that_it_is_a_toy(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["chat"]) == 0
+    assert "model: the demo, a toy" in capfd.readouterr().err
+
+
 def test_terminated_chat_leaves_the_terminal_as_it_was(
     command: Callable[..., list[str]], keys: Callable[..., Keys]
 ) -> None:
@@ -713,7 +786,7 @@ def test_large_prompt_from_a_pipe_is_refused_by_its_length(command: Callable[...
     text = b"word " * 40_000 + b"\n"
     done = subprocess.run(command("Hello"), input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr.startswith(b"error: the prompt has 200,018 tokens and the context holds 512\n")
+    assert b"error: the prompt has 200,018 tokens and the context holds 400\n" in done.stderr
 
 
 def test_closed_stdout_ends_the_chat_quietly(command: Callable[..., list[str]]) -> None:

@@ -139,7 +139,8 @@ def test_text_goes_to_stdout_and_all_else_to_stderr(
     assert generate(model, "Hi") == 0
     out, err = capfd.readouterr()
     assert out == UNICODE + "\n"
-    lines = err.splitlines()
+    named, *lines = err.splitlines()
+    assert named == f"model: {model}"
     assert lines[0] == "memory auto: everything resident (fake)"
     assert re.fullmatch(r"Prompt: \d+ tokens, [\d.,]+ tok/s", lines[1])
     assert re.fullmatch(rf"Generation: {len(UNICODE.encode())} tokens, [\d.,]+ tok/s", lines[2])
@@ -398,7 +399,7 @@ def test_verbose_says_more_on_stderr(model: Path, engine: Any, capfd: pytest.Cap
     assert generate(model, "Hi", "--verbose") == 0
     out, err = capfd.readouterr()
     assert out == "Hello\n"
-    assert all(part in err for part in (f"model {model}, context ", "temperature=0", "finish: stop"))
+    assert all(part in err for part in (f"model: {model}\n", "context ", "temperature=0", "finish: stop"))
 
 
 def test_ascii_output_neither_fails_nor_breaks(model: Path) -> None:
@@ -429,7 +430,7 @@ def test_interrupt_is_exit_code_130_and_one_line(model: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert err.splitlines() == [b"memory auto: everything resident (fake)", b"interrupted"]
+    assert err.splitlines()[1:] == [b"memory auto: everything resident (fake)", b"interrupted"]
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.3])
@@ -460,7 +461,7 @@ def test_closed_stdout_is_no_failure_and_no_noise(model: Path) -> None:
         process.stdout.close()
         err = process.stderr.read()
         assert process.wait(timeout=10) == 0
-    assert err.splitlines() == [b"memory auto: everything resident (fake)"]
+    assert err.splitlines()[1:] == [b"memory auto: everything resident (fake)"]
 
 
 def test_streams_that_are_closed_from_the_start(model: Path) -> None:
@@ -770,3 +771,46 @@ def test_interrupt_during_the_imports_is_quiet() -> None:
     code += "sys.meta_path.insert(0, Finder())\nsys.exit(m.main())\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (130, b"interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["model", "model/", "weights.safetensors", "weights.gguf"])
+def test_prompt_that_is_a_model_here_is_asked_about(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "weights.safetensors").touch()
+    (tmp_path / "weights.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert run(["generate", name]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert f"-m {name} " in err
+    assert f"--prompt {name}" in err
+
+
+def test_prompt_flag_sends_a_folders_name(
+    model: Path,
+    engine: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert generate(model, "--prompt", "words") == 0
+    assert capfd.readouterr().out == "Hello\n"
+
+
+def test_generate_with_the_demo_says_so_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "Once", "--max-tokens", "1"]) == 0
+    out, err = capfd.readouterr()
+    assert "demo" not in out
+    assert "model: the demo, a toy of 7 MB" in err
+
+
+@pytest.mark.parametrize("command", ["", "generate", "serve", "bench", "bench trace"])
+def test_short_help_flag_is_the_long_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command.split(), "-h"]) == 0
+    short = capsys.readouterr().out
+    assert run([*command.split(), "--help"]) == 0
+    assert short == capsys.readouterr().out

@@ -353,12 +353,10 @@ def test_the_table_comes_out_of_the_budget(tiny_checkpoint: Callable[..., Path])
     with spile.load(folder) as model:
         engine = model.open()
         model._memory_bytes, given = 10**9, []
-        engine.resize = given.append  # type: ignore[method-assign]
+        engine.hold = lambda owner, nbytes: given.append(nbytes)  # type: ignore[method-assign]
         model.generate("x", raw=True, json_schema=PERSON, max_tokens=3, temperature=0)
         model.generate("x", raw=True, json_schema=PERSON, max_tokens=3, temperature=0)
-        assert given == [10**9 - GrammarTable.nbytes(257)]
-        model.resize("2GB")
-        assert given[1:] == [2 * 10**9 - GrammarTable.nbytes(257)]
+        assert given == [GrammarTable.nbytes(257)]
 
 
 def test_a_pool_without_room_for_the_table_is_an_error(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -368,11 +366,11 @@ def test_a_pool_without_room_for_the_table_is_an_error(tiny_checkpoint: Callable
         engine = model.open()
         model._memory_bytes = 10**9
 
-        def refuse(nbytes: int) -> None:
-            raise BudgetError("no room", "Give more.")
+        def refuse(owner: str, nbytes: int) -> None:
+            raise BudgetError(f"no room for {owner}", "Give more.")
 
-        engine.resize = refuse  # type: ignore[method-assign]
-        with pytest.raises(BudgetError, match=r"table of tokens.*no room"):
+        engine.hold = refuse  # type: ignore[method-assign]
+        with pytest.raises(BudgetError, match=r"no room for the table of tokens"):
             model.generate("x", raw=True, json_schema=PERSON)
 
 

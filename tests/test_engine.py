@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ from spile.machine import physical_cores
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
+from spile.residency.plan import LEAST_CONTEXT, MemoryNow, make_plan, smallest_budget
 from spile.sizes import parse_size
 
 SHAPE = SynthShape(
@@ -515,29 +517,87 @@ def test_tensors_may_lie_at_any_address(
 # -- resizing --
 
 
+@pytest.mark.parametrize("flash_moe", [True, False])
 def test_resized_engine_goes_on_with_the_same_bits(
-    folder: Path, undisturbed: list[NDArray[np.float32]]
+    flash_moe: bool, folder: Path, undisturbed: list[NDArray[np.float32]]
 ) -> None:
-    engine = opened(folder, slots=5)
+    """Down to the least, also from everything mapped; pool, head, chunk and context follow."""
+    engine = opened(folder, flash_moe=flash_moe, memory_bytes=10**9, prefill_chunk=None)
     state = engine.new_state()
-    slot_nbytes = engine.experts.slot_nbytes  # type: ignore[union-attr]
-    logits = engine.prefill(state, PROMPT)
-    np.testing.assert_array_equal(logits, undisturbed[0])
-    for before, after, step in zip(undisturbed, undisturbed[1:], (9, -7, 3, 20, -20, 1), strict=False):
-        budget, slots = engine.plan.budget_nbytes, engine.plan.num_slots
-        assert budget is not None
-        engine.resize(budget + step * slot_nbytes)
-        assert engine.plan.num_slots == min(slots + step, engine.plan.most_slots)
+    np.testing.assert_array_equal(engine.prefill(state, PROMPT), undisturbed[0])
+    then = MemoryNow(engine.plan.parts.process, 10**12, None)
+    least = smallest_budget(engine._model, engine._table, engine._options, then)
+    seen = set()
+    budgets = (least, least + 400_000, 10**9, least + 2_000_000, least, 10**9)
+    for before, after, budget in zip(undisturbed, undisturbed[1:], budgets, strict=False):
+        engine.resize(budget)
+        fresh = make_plan(engine._model, engine._table, replace(engine._options, memory_bytes=budget), then)
+        assert replace(engine.plan, is_direct=fresh.is_direct) == fresh
+        seen.add((fresh.is_mapped, fresh.prefill_chunk, fresh.num_head_rows))
         np.testing.assert_array_equal(engine.decode(state, int(before.argmax())), after)
-        assert engine.resident_expert_bytes <= engine.plan.num_slots * slot_nbytes
-    assert engine.plan.budget_nbytes is not None
-    with pytest.raises(BudgetError, match="as the least"):
-        engine.resize(engine.plan.budget_nbytes - 1000 * slot_nbytes)
+        if not fresh.is_mapped:
+            assert engine.experts.num_slots <= engine.plan.slots_beside(state.cache.nbytes)
+    assert len(seen) > 1
+    assert {is_mapped for is_mapped, _, _ in seen} == ({False} if flash_moe else {False, True})
+    with pytest.raises(BudgetError, match="and the budget is"):
+        engine.resize(least - 1_500_000)
+    other = engine.new_state()
+    np.testing.assert_array_equal(engine.prefill(other, PROMPT), undisturbed[0])
     engine.close()
 
 
-def test_mapped_engine_has_no_pool_to_resize(folder: Path) -> None:
-    engine = opened(folder)
-    with pytest.raises(OptionError, match="mapped"):
-        engine.resize(10**9)
+def test_engine_does_not_shrink_below_a_conversation_that_goes_on(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    wide = {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128}  # 24 kB a token
+    folder = tiny_checkpoint(max_position_embeddings=4000, **wide)
+    engine = opened(folder, memory_bytes=10**9, flash_moe=True, prefill_chunk=256)
+    then = MemoryNow(engine.plan.parts.process, 10**12, None)
+    least = smallest_budget(engine._model, engine._table, engine._options, then)
+    state = engine.new_state()
+    engine.prefill(state, [7] * (2 * LEAST_CONTEXT))
+    before = engine.plan
+    with pytest.raises(BudgetError, match=rf"a conversation of {2 * LEAST_CONTEXT:,} is going on"):
+        engine.resize(least)
+    assert engine.plan == before
+    state.close()
+    engine.resize(least)
     engine.close()
+
+
+def test_room_for_keys_and_prompts_works_for_experts_until_it_is_needed(folder: Path) -> None:
+    engine = opened(folder, memory_bytes=10**9, flash_moe=True)
+    plan = engine.plan
+    shared = 40 * plan.slot_nbytes
+    # as a plan would be that has little but this room
+    engine.plan = replace(plan, num_slots=plan.least_slots, most_slots=500, shared_nbytes=shared)
+    state = engine.new_state()
+    engine.decode(state, 1)
+    used = state.cache.nbytes
+    assert used > 0
+    assert engine.experts.num_slots == plan.least_slots + (shared - used) // plan.slot_nbytes
+    engine.hold("prompts", shared - used)
+    assert engine.experts.num_slots == plan.least_slots
+    engine.decode(state, 1)
+    with pytest.raises(BudgetError, match="a table would take"):
+        engine.hold("a table", 2 * plan.slot_nbytes)
+    engine.hold("prompts", 0)
+    state.close()
+    other = engine.new_state()
+    engine.decode(other, 1)
+    assert engine.experts.num_slots == plan.least_slots + (shared - other.cache.nbytes) // plan.slot_nbytes
+    engine.close()
+
+
+def test_closed_engine_gives_its_memory_back(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint(hidden_size=512, moe_intermediate_size=1024, num_experts=64, num_hidden_layers=4)
+    held = []
+    for _ in range(4):
+        engine = opened(folder, memory_bytes=10**9, flash_moe=True)
+        state = engine.new_state()
+        engine.prefill(state, [1, 2, 3, 4] * 40)
+        peak = current_memory_bytes()
+        engine.close()
+        held.append(current_memory_bytes())
+    assert peak - held[0] > 8_000_000  # or there was nothing to give back
+    assert max(held[1:]) - held[0] < 3_000_000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.main import get_command
 
 from spile.cli import app, run
 from spile.commands.help import MOST_ROWS, WIDTH, help_texts
@@ -71,3 +73,22 @@ def test_shells_can_complete() -> None:
         check=True,
     )
     assert done.stdout.split() == ["generate"]
+
+
+def test_page_has_every_flag_of_every_command(tool: ModuleType) -> None:
+    """Those that a help leaves out have a list of their own; a command's other name is no command more."""
+    sections = tool.PAGE.read_text(encoding="utf-8").split("## spile ")
+    group = get_command(app)
+    for name, one in group.commands.items():  # type: ignore[attr-defined]
+        section = next((text for text in sections if text.startswith(f"{name}\n")), None)
+        assert (section is None) == one.hidden, name
+        for parameter in [] if section is None else one.params:
+            assert parameter.param_type_name == "argument" or parameter.opts[0] in section
+    assert "  server " not in HELP["spile"]
+
+
+@pytest.mark.parametrize("path", [path for path in HELP if "variable: " in HELP[path]])
+def test_variable_that_a_help_names_is_of_one_of_its_flags(path: str) -> None:
+    variable, flag = re.findall(r"variable: (\w+) for (--[\w-]+)\.", HELP[path])[0]
+    assert variable == "SPILE_" + flag.removeprefix("--").replace("-", "_").upper()
+    assert f"{flag} " in HELP[path].split("variable")[0] or f"{flag}\n" in HELP[path]

@@ -374,3 +374,30 @@ def test_range_of_a_file_is_asked_over_http(knows_ranges: bool, monkeypatch: pyt
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/deepgrove/maple-2bit-mlx",
+        "http://www.huggingface.co/deepgrove/maple-2bit-mlx/",
+        "huggingface.co/deepgrove/maple-2bit-mlx/tree/main",
+        "https://hf.co/deepgrove/maple-2bit-mlx?library=mlx",
+        " https://huggingface.co/deepgrove/maple-2bit-mlx/blob/main/config.json#L3",
+    ],
+)
+def test_address_of_a_models_page_is_its_hub_id(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "_find_in_hub", lambda hub_id, *_: asked.append(hub_id))
+    hub.resolve(address)
+    assert asked == ["deepgrove/maple-2bit-mlx"]
+
+
+@pytest.mark.parametrize("name", ["here.gguf", "missing.gguf", "org/name/X.Q4_K_M.GGUF", "org/x.gguf"])
+def test_gguf_file_is_refused_with_the_reason_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"names a GGUF file, and spile reads safetensors"):
+        hub.resolve(name)

@@ -18,13 +18,14 @@ pytest.importorskip("mlx_lm", exc_type=ImportError)
 from mlx_architectures import Quantization, write_tiny
 from mlx_check import VOCABULARY, check, resident_logits, run, streamed_logits
 from spile.engines.mlx.adapter import load_lazily
+from spile.engines.mlx.banks import Bank
 from spile.engines.mlx.experts import find_experts
-from spile.engines.mlx.pool import Pool
 from spile.engines.mlx.streaming import Streaming
 from spile.errors import CheckpointError, OptionError, ReadError, SpileError, UnsupportedModelError
 from spile.files.checkpoint import open_checkpoint
 from spile.options import EngineOptions
 from spile.residency.policy import Policy
+from spile.residency.pool import Pool
 from spile.residency.store import Store
 
 Weights = dict[str, Any]
@@ -213,13 +214,14 @@ def test_bytes_of_an_expert_reach_its_slot_as_they_are(dtype: str, tmp_path: Pat
     checkpoint = open_checkpoint(folder)
     layers = find_experts(load_lazily(checkpoint), checkpoint)
     store = Store(checkpoint.shards, direct=False)
-    pool = Pool(layers, store, Policy(len(layers), 8), {layers[0].layout: 3})
-    for group in pool.fetch(1, np.array([2, 6]), np.ones(2, np.int32), split=False):
+    bank = Bank(layers, 8)
+    pool = Pool(bank, store, Policy(len(layers), 8), 3)
+    for group, _ in pool.fetch(1, np.array([2, 6], np.int32), np.ones(2, np.int32), order="together"):
         assert list(group) == [2, 6]
     for expert, slot in zip((2, 6), pool.slots_of(1, np.array([2, 6])), strict=True):
-        for index, (part, array) in enumerate(zip(layers[1].layout, pool.bank(1).arrays, strict=True)):
+        for part, (array, rows) in zip(layers[1].layout, bank.parts, strict=True):
             tensor = checkpoint.read(f"model.layers.1.mlp.switch_mlp.{part.name}")[expert]
-            assert pool.bank(1).rows[index][slot].tobytes() == tensor.tobytes()
+            assert rows[slot].tobytes() == tensor.tobytes()
             assert mx.array_equal(
                 array[int(slot)].view(mx.uint8).flatten(), mx.array(tensor).view(mx.uint8).flatten()
             )
@@ -291,7 +293,6 @@ def test_a_pool_that_shrinks_and_grows_between_tokens_stays_exact(tmp_path: Path
         assert all(map(np.array_equal, expected, run(model)))
     streaming.lend(50_000)
     assert all(map(np.array_equal, expected, run(model)))
-    streaming.take_back()
     assert streaming.plan.num_slots == 32, "all of them fit by now"
     streaming.close()
 
@@ -304,10 +305,9 @@ def test_shared_experts_stay_once_read(tmp_path: Path) -> None:
     options = EngineOptions(active_experts=4, shared_experts=2)
     streaming = Streaming(model, checkpoint, options, longest=512, num_chosen=2)
     assert all(map(np.array_equal, resident_logits(folder), run(model)))
-    pool = streaming._pool
-    assert pool is not None
+    (pool,) = streaming._pools.values()
     for layer in range(4):
-        assert (pool._key_to_slot[[layer * 8, layer * 8 + 1]] >= 0).all()
+        assert (pool.slots_of(layer, np.array([0, 1])) >= 0).all()
     streaming.close()
 
 

@@ -21,8 +21,8 @@ from spile.options import EngineOptions
 from spile.residency import plan as plan_module
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import KvFormat, kv_nbytes
+from spile.residency.pages import Pages
 from spile.residency.plan import CHUNKS, Plan, make_plan, mapped_budget, smallest_budget
-from spile.residency.slots import Slots
 from spile.sizes import parse_size
 
 MB = 1_000_000
@@ -272,7 +272,7 @@ def test_number_of_slots_can_be_forced(model: OwnModel, slots: int) -> None:
 def test_parts_are_those_of_the_files(model: OwnModel) -> None:
     plan = plan_of(model, memory_bytes=floor_of(model) + 20 * MB, io="direct")
     assert plan.parts.process == PROCESS
-    assert plan.parts.experts == plan.num_slots * Slots.nbytes_per_slot(ExpertTable(model))
+    assert plan.parts.experts == plan.num_slots * Pages.nbytes_per_slot(ExpertTable(model))
     everything = dataclasses.replace(plan_of(model).parts, process=0, kv=0, activations=0, margin=0)
     assert everything.total <= whole(model)
     assert everything.total > 0.99 * whole(model)

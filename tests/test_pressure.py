@@ -68,6 +68,13 @@ def check_kept(result: dict[str, Any], budget: int) -> None:
     assert result["experts_over_plan"] <= 0
 
 
+def test_closed_model_gives_its_memory_back(folder: Path) -> None:
+    result = ran(folder, BUDGET, "closed")
+    for full, after in zip(result["full"], result["after"], strict=True):
+        assert full - after > 40_000_000, "a pool of 64 MB"
+    assert max(result["after"]) - min(result["after"]) < 5_000_000
+
+
 def test_prompts_with_other_experts_each_stay_in_the_budget_and_exact(folder: Path) -> None:
     """Elsewhere a second prompt doubled what was resident."""
     result = ran(folder, BUDGET, "disjoint")

@@ -190,7 +190,7 @@ def test_what_is_no_request_is_refused(body: bytes, message: str) -> None:
         (b'{"prompt":[]}', "prompt"),
         (b'{"prompt":""}', "prompt"),
         (b'{"prompt":[[]]}', "prompt[0]"),
-        (b'{"prompt":"x","echo":true}', "echo"),
+        (b'{"prompt":"x","max_tokens":0}', "max_tokens"),
         (b'{"prompt":"x","best_of":2}', "best_of"),
         (b'{"prompt":"x","suffix":"y"}', "suffix"),
         (b'{"prompt":"x","messages":[]}', "messages"),

@@ -13,30 +13,32 @@ import numpy as np
 import pytest
 
 import spile
-from fake_pool import Pool
+from fake_pool import CheckedPool, MakePool
 from spile.errors import ReadError
-from test_slots import Interrupt
+from spile.residency.pool import Order
+from test_pool import ORDERS, Interrupt
 
 E, L = 8, 4  # experts of a layer, layers
 
 
 @pytest.mark.parametrize("in_order_every", [0, 7])
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 8, 9, 16, 31, 32])
-def test_any_guess_serves_every_layer_right(num_slots: int, in_order_every: int) -> None:
-    pool, rng = Pool(num_slots, seed=num_slots), np.random.default_rng(num_slots)
+def test_any_guess_serves_every_layer_right(make_pool: MakePool, num_slots: int, in_order_every: int) -> None:
+    pool, rng = make_pool(num_slots, seed=num_slots), np.random.default_rng(num_slots)
     wanted = 0
     for step in range(200):
         experts = rng.choice(E, rng.integers(1, E + 1), replace=False).tolist()
         guess = rng.choice(E, rng.integers(1, E + 1), replace=False).tolist()
         wanted += len(experts)
-        in_order = bool(in_order_every) and step % in_order_every == 0
+        order: Order = "ascending" if in_order_every and step % in_order_every == 0 else "ready"
         pool.policy.step(1)
-        pool.run(step % L, experts, in_order, guess if not in_order and step % L < L - 1 else None)
+        has_guess = order == "ready" and step % L < L - 1
+        pool.run(step % L, experts, order, guess if has_guess else None)
     assert pool.slots.hits + pool.slots.misses == wanted
 
 
-def test_what_was_guessed_right_is_read_once_and_counts_as_a_miss() -> None:
-    pool = Pool(16)
+def test_what_was_guessed_right_is_read_once_and_counts_as_a_miss(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.run(0, [0, 1], guess=[2, 3, 4, 5])  # three of the four are likely enough
     assert pool.store.num_submitted == 5
     pool.run(1, [2, 3, 4])
@@ -44,15 +46,15 @@ def test_what_was_guessed_right_is_read_once_and_counts_as_a_miss() -> None:
     assert (pool.slots.hits, pool.slots.misses, pool.slots.unwanted) == (0, 5, 0)
 
 
-def test_expert_that_is_guessed_twice_takes_one_slot() -> None:
-    pool = Pool(16)
+def test_expert_that_is_guessed_twice_takes_one_slot(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.run(0, [0, 1], guess=[3, 3, 3, 3])
     assert pool.store.num_submitted == 3
     pool.run(1, [3])
 
 
-def test_wrong_guess_stays_in_the_pool_and_is_counted() -> None:
-    pool = Pool(16)
+def test_wrong_guess_stays_in_the_pool_and_is_counted(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.run(0, [0, 1], guess=[7])
     pool.run(1, [2])
     assert pool.slots.unwanted == 1
@@ -62,29 +64,29 @@ def test_wrong_guess_stays_in_the_pool_and_is_counted() -> None:
     assert pool.store.num_submitted == 6  # not read again
 
 
-def test_residents_are_not_read_ahead_and_small_pools_read_nothing_ahead() -> None:
-    pool = Pool(16)
+def test_residents_are_not_read_ahead_and_small_pools_read_nothing_ahead(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.run(1, [2, 3])
     pool.run(0, [0], guess=[2, 3])
     assert pool.store.num_submitted == 3
-    small = Pool(3)
+    small = make_pool(3)
     small.run(0, [0], guess=[1, 2, 3, 4])
     assert small.store.num_submitted == 1
 
 
-def test_failed_read_of_a_wrong_guess_is_nobodys_error() -> None:
-    pool = Pool(16)
+def test_failed_read_of_a_wrong_guess_is_nobodys_error(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.store.failing.update(pool.table.extents(1, 7))
     pool.run(0, [0], guess=[7])
     for layer in (1, 2, 3, 0):
         pool.run(layer, [0, 1])
-    pool.run(1, [0], in_order=True)  # waits for what is in flight
+    pool.run(1, [0], order="ascending")  # waits for what is in flight
     assert 7 not in pool.resident(1)
     assert not pool.slots._strays
 
 
-def test_failed_read_of_a_right_guess_is_an_error_and_loses_no_slot() -> None:
-    pool = Pool(16)
+def test_failed_read_of_a_right_guess_is_an_error_and_loses_no_slot(make_pool: MakePool) -> None:
+    pool = make_pool(16)
     pool.store.failing.update(pool.table.extents(1, 7))
     pool.run(0, [0], guess=[7])
     with pytest.raises(ReadError):
@@ -95,8 +97,8 @@ def test_failed_read_of_a_right_guess_is_an_error_and_loses_no_slot() -> None:
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "lend"])
-def test_pool_may_change_its_size_with_reads_in_flight(change: str) -> None:
-    pool = Pool(16)
+def test_pool_may_change_its_size_with_reads_in_flight(make_pool: MakePool, change: str) -> None:
+    pool = make_pool(16)
     pool.run(0, [0, 1], guess=[2, 3, 4, 5])
     if change == "lend":
         pool.slots.lend(8 * pool.slots.slot_nbytes)
@@ -108,9 +110,11 @@ def test_pool_may_change_its_size_with_reads_in_flight(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["lend", "resize"])
-def test_change_that_is_broken_off_while_reads_are_dropped_admits_nothing(change: str) -> None:
+def test_change_that_is_broken_off_while_reads_are_dropped_admits_nothing(
+    make_pool: MakePool, change: str
+) -> None:
     for seed in range(20):
-        pool = Pool(16, seed)
+        pool = make_pool(16, seed)
         pool.run(0, [0, 1], guess=[2, 3, 4, 5])
         pool.store.is_drain_interrupted = True
         with pytest.raises(KeyboardInterrupt):
@@ -119,21 +123,21 @@ def test_change_that_is_broken_off_while_reads_are_dropped_admits_nothing(change
         pool.run(2, [1, 2])
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_reads_that_somebody_else_dropped_are_made_again(in_order: bool) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_reads_that_somebody_else_dropped_are_made_again(make_pool: MakePool, order: Order) -> None:
     for seed in range(20):
-        pool = Pool(16, seed)
+        pool = make_pool(16, seed)
         pool.run(0, [0, 1], guess=[2, 3, 4, 5])
         pool.store.drain()  # as a streamed head does after an error
-        pool.run(1, [2, 3, 4], in_order)
+        pool.run(1, [2, 3, 4], order)
 
 
-def test_interrupt_at_any_line_of_a_change_of_size_breaks_nothing() -> None:
+def test_interrupt_at_any_line_of_a_change_of_size_breaks_nothing(make_pool: MakePool) -> None:
     for change in ("grow", "shrink", "lend"):
         interrupted, n, before = True, 0, sys.gettrace()
         while interrupted:
             n += 1
-            pool = Pool(9, seed=n)
+            pool = make_pool(9, seed=n)
             pool.run(0, [1, 5])
             pool.run(1, [0, 1, 2, 3], guess=[4, 6])
             interrupted = False
@@ -154,27 +158,27 @@ def test_interrupt_at_any_line_of_a_change_of_size_breaks_nothing() -> None:
         assert n > 20
 
 
-def test_pinned_experts_leave_their_layer_the_slots_that_it_needs() -> None:
-    pool = Pool(8, seed=3)
+def test_pinned_experts_leave_their_layer_the_slots_that_it_needs(make_pool: MakePool) -> None:
+    pool = make_pool(8, seed=3)
     for layer in range(2):
         pool.slots.pin(layer, np.arange(3, dtype=np.int32))
     for step in range(60):
         pool.run(2 + step % 2, [step % 8, (step + 3) % 8], guess=[(step + 1) % 8, (step + 5) % 8])
 
 
-def _one_token(pool: Pool, wanted: Sequence[Sequence[int]]) -> None:
+def _one_token(pool: CheckedPool, wanted: Sequence[Sequence[int]]) -> None:
     for layer, experts in enumerate(wanted):
         guess = None if layer == len(wanted) - 1 else [*wanted[layer + 1][1:], 7]
-        with closing(pool.fetch(layer, experts, False, guess)) as fetched:  # type: ignore[type-var]
+        with closing(pool.fetch(layer, experts, "ready", guess)) as fetched:  # type: ignore[type-var]
             for _ in fetched:
                 pool.store.end_some()
 
 
-def test_interrupt_before_any_line_of_a_token_breaks_nothing() -> None:
+def test_interrupt_before_any_line_of_a_token_breaks_nothing(make_pool: MakePool) -> None:
     interrupted, n, before = True, 0, sys.gettrace()
     while interrupted:
         n += 3
-        pool = Pool(9, seed=n)
+        pool = make_pool(9, seed=n)
         pool.run(0, [1, 5])
         interrupted = False
         sys.settrace(Interrupt(n))

@@ -35,7 +35,7 @@ def test_table_has_every_parameter_and_no_other() -> None:
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     refused = set(re.findall(r"`(\w+)`", table.split("Refused by name:")[1].split(".")[0]))
     hints = {**get_type_hints(ChatBody), **get_type_hints(CompletionBody)}
-    never = {name for name, hint in hints.items() if hint is NoneType} | {"echo", "store"}
+    never = {name for name, hint in hints.items() if hint is NoneType} | {"store"}
     assert refused == never
     assert told == set(hints) - never
 

@@ -1,6 +1,6 @@
 """Schemathesis makes requests of the server's own description: no 5xx, no reply that the description does not have.
 
-Slow, and opt-in: `pytest -m slow tests/test_server_fuzz.py`. That what fits the description is always answered
+That what fits the description is always answered
 cannot be promised: that a prompt fits the context, or a token id is one of the model's, no schema can say.
 """
 
@@ -11,15 +11,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 import spile
 from serving import running
 
-pytest.importorskip("schemathesis")
 
-
-@pytest.mark.slow
 def test_replies_are_what_the_description_says(tmp_path: Path) -> None:
     load = partial(spile.load, on_note=lambda note: None)
     with running(load, model_ids=("demo",), defaults={"max_tokens": 8}) as server:

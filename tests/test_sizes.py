@@ -3,7 +3,7 @@
 import pytest
 
 from spile.errors import OptionError
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget, parse_size
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,24 @@ def test_size_is_written(nbytes: int, text: str) -> None:
 @pytest.mark.parametrize("nbytes", [1, 999, 40_960, 630_000_000, 2**40])
 def test_what_is_written_can_be_read_again(nbytes: int) -> None:
     assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("memory", "meant"),
+    [
+        ("630", "630MB"),
+        ("2", "2GB"),
+        ("1.5", "1.5GB"),
+        ("300B", "300MB"),
+        ("630 kB", "630MB"),
+        (512, "512MB"),
+    ],
+)
+def test_budget_without_its_unit_is_refused_with_the_likely_one(memory: str | int, meant: str) -> None:
+    with pytest.raises(OptionError, match="less than any process takes") as error:
+        parse_budget(memory, name="--memory")
+    assert error.value.hint == f"Did you mean {meant}?"
+
+
+def test_budget_in_bytes_is_read() -> None:
+    assert parse_budget("630000000") == parse_budget(630_000_000) == parse_budget("630MB") == 630_000_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import textwrap
 
 import pytest
 
@@ -14,6 +16,7 @@ from spile.console.terminal import (
     Progress,
     Stdout,
     StdoutClosedError,
+    WordWrap,
     bytes_text,
     fitting,
     generation_text,
@@ -234,3 +237,52 @@ def test_note_in_the_middle_of_an_answer_begins_a_line_of_its_own(monkeypatch: p
     note("the folder is full")
     note("and more")
     assert errors.getvalue() == "\nnote: the folder is full\nnote: and more\n"
+
+
+def screen(sent: str, columns: int) -> list[str]:
+    """What a terminal shows of text with new lines, steps back and erasures to the line's end."""
+    lines, column = [""], 0
+    for piece in re.findall(r"\x1b\[\d*[DK]|.", sent, re.DOTALL):
+        if piece == "\n":
+            lines.append("")
+            column = 0
+        elif piece.endswith("K") and len(piece) > 1:
+            lines[-1] = lines[-1][:column]
+        elif piece.endswith("D") and len(piece) > 1:
+            column -= int(piece[2:-1])
+        else:
+            if column == columns:
+                lines.append("")
+                column = 0
+            lines[-1] = lines[-1][:column] + piece + lines[-1][column + 1 :]
+            column += 1
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("columns", [20, 24, 80])
+def test_words_are_kept_whole_at_the_edge_whatever_pieces_they_come_in(size: int, columns: int) -> None:
+    text = "The sap of sugar maples rises in spring, when nights are cold.\n\n  - extraordinarily long-windedness"
+    wrap, column, sent = WordWrap(), 0, ""
+    for start in range(0, len(text), size):
+        more, column = wrap.wrap(text[start : start + size], column, columns)
+        sent += more
+    lines = [line.rstrip() for line in screen(sent, columns)]
+    expected = [
+        row
+        for line in text.split("\n")
+        for row in (textwrap.wrap(line, columns - 1, break_on_hyphens=False) or [""])
+    ]
+    assert lines == expected
+
+
+def test_word_wider_than_the_screen_is_cut_and_nothing_is_lost() -> None:
+    sent, column = WordWrap().wrap("a " + "b" * 50 + " c", 0, 20)
+    assert "".join(screen(sent, 20)).replace(" ", "") == "a" + "b" * 50 + "c"
+    assert max(map(len, screen(sent, 20))) <= 19
+    assert column < 20
+
+
+def test_lines_without_spaces_break_between_wide_characters() -> None:
+    sent, _ = WordWrap().wrap("日本語" * 10, 0, 21)
+    assert [len(line) for line in sent.split("\n")] == [10, 10, 10]

@@ -48,7 +48,7 @@ def main() -> None:
     tokenizer = open_tokenizer(DEMO_FOLDER, config={}, keep=False)
     assert tokenizer is not None, "the demo model has a tokenizer"
     text_ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))[
-        : open_demo().config.max_position_embeddings
+        : open_demo().spec.max_position_embeddings
     ]
     heading = " ".join(f"{f'@{depth:,}':>7}" for depth in depths)
     print(f"{'bits':>6} {'full: formula, measured':>24} {'sliding':>14} {'perplexity':>10} {'divergence':>10} "

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from spile.cli import app
-from spile.commands.help import help_texts
+from spile.commands.help import help_texts, hidden_flags
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 
@@ -82,10 +82,15 @@ def page() -> str:
     """Return what docs/cli.md should hold."""
     from spile.console.chat import HELP
 
-    parts = [BEGIN]
+    parts, hidden = [BEGIN], dict(hidden_flags(app))
     for path, text in help_texts(app):
         heading = "" if path == "spile" else f"## {path}\n\n"
         parts.append(f"{heading}```\n{text}\n```\n")
+        if path in hidden:
+            rows = "\n".join(hidden[path])
+            parts.append(
+                f"Flags that its help leaves out ([what they are for](write-up.md)):\n\n```\n{rows}\n```\n"
+            )
         if path in NOTES:
             parts.append(NOTES[path].replace("{commands}", HELP))
     parts.append(

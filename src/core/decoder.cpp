@@ -118,11 +118,11 @@ void Decoder::dense(int layer) {
   });
 }
 
-void Decoder::finish(int num) {
+void Decoder::finish(int num, int after) {
   const size_t D = static_cast<size_t>(config_.hidden_size);
   num_finished_ = num;
   pool_.run(num, [&](int i, int) {
-    const size_t at = static_cast<size_t>(i), t = static_cast<size_t>(T_ - num + i);
+    const size_t at = static_cast<size_t>(i), t = static_cast<size_t>(T_ - after - num + i);
     kernels_->rmsnorm(h_.data() + t * D, final_norm, D, config_.rms_norm_eps, x_.data() + t * D);
     fixed_[at] = kernels_->fix(x_.data() + t * D, D, config_.activation_bytes, Layout::kNibble,
                                planes_.data() + at * 3 * plane_nbytes(D), groups_.data() + at * num_group_sums(D));

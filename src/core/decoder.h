@@ -81,8 +81,8 @@ class Decoder {
   // std::invalid_argument when a chunk's experts do not come in ascending order.
   void experts(int layer, const int32_t* ids, const uint64_t* codes, int num);
   void combine();
-  // Makes the chunk's last `num` tokens ready for the head.
-  void finish(int num);
+  // Makes `num` tokens of the chunk ready for the head, which `after` others follow.
+  void finish(int num, int after = 0);
   // Logits of those tokens for vocabulary rows [row, row + count), whose weights `piece` starts with; out is [num, V].
   void head(const Affine4& piece, int row, int count, float* out);
 

@@ -310,7 +310,7 @@ NB_MODULE(_core, m) {
            },
            NoGil())
       .def("combine", &Decoder::combine, NoGil())
-      .def("finish", &Decoder::finish, NoGil())
+      .def("finish", &Decoder::finish, "num"_a, "after"_a = 0, NoGil())
       .def("head",
            [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, int row, int count, Array<float, 2> out) {
              const Affine4 piece = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),

@@ -20,7 +20,7 @@ from spile import __version__
 from spile.commands.chat import chat
 from spile.commands.flags import Door
 from spile.commands.generate import generate
-from spile.commands.help import HelpCommand, HelpGroup
+from spile.commands.help import HELP_FLAGS, HelpCommand, HelpGroup
 from spile.commands.memory import bench, plan
 from spile.commands.models import convert, synth, verify
 from spile.commands.serve import serve
@@ -33,10 +33,11 @@ app = typer.Typer(
     help="Run a mixture-of-experts language model in far less memory than its weights need.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings=HELP_FLAGS,
 )
 for _command in (generate, chat, serve, plan, verify, synth, convert):
-    app.command(cls=HelpCommand)(_command)
-app.command("server", cls=HelpCommand, hidden=True)(serve)
+    app.command(cls=HelpCommand, context_settings=HELP_FLAGS)(_command)
+app.command("server", cls=HelpCommand, context_settings=HELP_FLAGS, hidden=True)(serve)
 app.add_typer(bench)
 
 

@@ -16,7 +16,7 @@ from spile.errors import OptionError, TextError, UnsupportedModelError, quote
 from spile.generation.prompt_reuse import PromptReuse
 from spile.model import Model, warn_of
 from spile.options import PROMPT_FOLDER_LIMIT
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget, parse_size
 from spile.text.prompts import OnNote
 from spile.text.sidecar import read_sidecar, read_text
 from spile.text.tokenizer import open_tokenizer
@@ -84,7 +84,7 @@ def load(
     for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
         if value is not None and not isinstance(value, (str, Path)):
             raise OptionError(f"{name} is {quote(value)}: it must be a text or a Path")
-    budget_bytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+    budget_bytes = parse_budget(memory) if isinstance(memory, str) or type(memory) is int else memory
     options = _engine_options(
         memory_bytes=budget_bytes,
         engine=engine,

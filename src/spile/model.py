@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,8 @@ from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, 
 from spile.generation.held import Held
 from spile.generation.options import Sampling, sampling_of
 from spile.generation.prompt_reuse import PromptReuse, continued
-from spile.sizes import format_size, parse_size
+from spile.memory import trim
+from spile.sizes import parse_budget
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
 from spile.text.reasoning import ReasoningSplitter, can_reason
 from spile.text.sidecar import Sidecar, eos_ids_of
@@ -96,7 +98,6 @@ class Model:
         self._planned_context: int | None = None
         self._memory_bytes = memory_bytes
         self._grammar_table: GrammarTable | None = None
-        self._grammar_nbytes = 0  # that the pool gave up for it
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
@@ -153,10 +154,10 @@ class Model:
 
         Raises: OptionError for no size, or a model whose files are mapped whole; BudgetError below the floor.
         """
-        nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+        nbytes = parse_budget(memory) if isinstance(memory, str) else memory
         if isinstance(nbytes, bool) or not isinstance(nbytes, Integral) or nbytes < 1:
             raise OptionError(f"memory is {quote(memory)}: it must be bytes, or a size such as '1GB'")
-        self._opened().resize(nbytes - self._grammar_nbytes)
+        self._opened().resize(nbytes)
         self._memory_bytes = nbytes
 
     def counters(self) -> Counters | None:
@@ -194,6 +195,7 @@ class Model:
         on_prefill: OnPrefill | None = None,
         pauses: bool = False,
         constraint: Constraint | None = None,
+        prompt_logprobs: bool = False,
         json_schema: Mapping[str, Any] | None = None,
         save_prompt: str | Path | None = None,
         load_prompt: str | Path | None = None,
@@ -208,7 +210,7 @@ class Model:
         With `held`, made by `hold`, the answer goes on from the part of the prompt that was read before; with
         `pauses` an empty chunk comes after each piece of the prompt. A `constraint` rules which tokens may come,
         and with `json_schema` the answer is JSON that follows it (`{"type": "object"}` for any object);
-        what `encoded` made is taken as it is.
+        what `encoded` made is taken as it is. With `prompt_logprobs` chunks have those of the prompt's tokens too.
         `save_prompt` is a file that gets the prompt, once read; with `load_prompt` the prompt goes on from such
         a file's: the answer is as if both had been given in one text, and what the file holds is not read again.
         The prompt is encoded and checked, and the engine opened, before this returns; the rest happens as
@@ -233,7 +235,8 @@ class Model:
         rendering = Rendering(raw, system, think, tools, template_arguments or {})
         encoded = prompt if isinstance(prompt, EncodedPrompt) else self._encode(prompt, rendering)
         token_ids = encoded.token_ids
-        check_prompt(len(token_ids), self.context, num_answer=1)
+        num_answer = 0 if options.max_tokens == 0 else 1
+        check_prompt(len(token_ids), self.context, num_answer=num_answer)
         save = None
         if save_prompt is not None:
             about = {"text": text, "raw": raw, "system": system}
@@ -251,7 +254,7 @@ class Model:
                 self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         engine = self._opened()
-        check_prompt(len(token_ids), engine.context, num_answer=1)
+        check_prompt(len(token_ids), engine.context, num_answer=num_answer)
         if save is not None:
             self._prompts.check_savable(engine, len(token_ids))
 
@@ -277,6 +280,7 @@ class Model:
             requested=requested,
             pauses=pauses,
             constraint=constraint,
+            prompt_logprobs=prompt_logprobs,
         )
         self._streams.add(chunks)
         return self._while_open(chunks)
@@ -354,6 +358,8 @@ class Model:
                 self.tokenizer.close()
         finally:
             self._resources.close()
+            engine = None  # nobody else has it, nor what it read
+            trim()
 
     def __enter__(self) -> Model:
         self._check_open()
@@ -456,18 +462,15 @@ class Model:
 
     def _set_aside(self, nbytes: int) -> None:
         """Take bytes out of the pool for good, under a budget. What comes before the engine is in its plan."""
-        if self._engine is None or self._memory_bytes is None or self._grammar_nbytes:
+        if self._engine is None or self._memory_bytes is None:
             return
         try:
-            self._engine.resize(self._memory_bytes - nbytes)
+            self._engine.hold("the table of tokens that a grammar needs", nbytes)
         except BudgetError as error:
             raise BudgetError(
-                f"the table of tokens that a grammar needs takes {format_size(nbytes)}: {error.message}",
+                error.message,
                 "Load the model with a larger budget, or call prepare_grammars() before its first answer.",
             ) from error
-        except OptionError:  # everything is mapped: the files' pages make room
-            return
-        self._grammar_nbytes = nbytes
 
     def _while_open(self, chunks: Generator[Chunk, None, None]) -> Generator[Chunk, None, None]:
         with closing(chunks):
@@ -517,6 +520,8 @@ class Model:
         if self._engine is None:
             with self._alone():
                 self._engine = self._open_engine()
+                if self._prompts.cache is not None:
+                    self._prompts.cache.hold = partial(self._engine.hold, "prompts")
             for note in self._engine.notes:
                 self._on_note(note)
         return self._engine

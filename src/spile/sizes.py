@@ -13,6 +13,8 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_LEAST_BUDGET_NBYTES = 1_000_000
+_FEWEST_MEGABYTES = 50  # that a number without a unit is taken for
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -29,6 +31,22 @@ def parse_size(text: str, *, name: str = "size") -> int:
     nbytes: int = int(whole + fraction) * unit // 10 ** len(fraction)  # in integers: no 0.1 + 0.2
     if nbytes < 1 or nbytes >= 2**63:
         raise OptionError(f"{name} {text!r} is {nbytes:,} bytes: it must be at least 1 and below 2**63")
+    return nbytes
+
+
+def parse_budget(memory: int | str, *, name: str = "memory") -> int:
+    """Read what a whole process may take: bytes, or a size. Below a megabyte another unit was meant.
+
+    Raises: OptionError.
+    """
+    nbytes = parse_size(memory, name=name) if isinstance(memory, str) else memory
+    if 0 < nbytes < _LEAST_BUDGET_NBYTES:
+        number = str(memory).strip().rstrip("BbKk ")
+        unit = "GB" if float(number) < _FEWEST_MEGABYTES else "MB"
+        raise OptionError(
+            f"{name} {str(memory)!r} is {format_size(nbytes)}, less than any process takes",
+            f"Did you mean {number}{unit}?",
+        )
     return nbytes
 
 

@@ -409,9 +409,9 @@ def size_or_auto(text: str) -> int | None:
 
     Raises: OptionError.
     """
-    from spile.sizes import parse_size
+    from spile.sizes import parse_budget
 
-    return None if text.strip().lower() == "auto" else parse_size(text, name="--memory")
+    return None if text.strip().lower() == "auto" else parse_budget(text, name="--memory")
 
 
 def check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

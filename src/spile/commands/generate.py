@@ -68,6 +68,8 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer a prompt."""
+    if prompt_argument and prompt is None:
+        _check_is_no_model(prompt_argument, engine.model)
     text = _read_prompt(prompt_argument, prompt, is_needed=load_prompt is None)
     if not text and not raw and load_prompt is None:  # the chat template would hide it
         raise OptionError("the prompt is empty")
@@ -93,10 +95,18 @@ def generate(
 def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: bool, verbose: bool) -> None:
     """Stream one answer, then what it took."""
     from spile.commands.plan_text import parts_lines
-    from spile.console.terminal import AnswerWriter, Progress, Stdout, note, summary_lines, unanswered_note
+    from spile.console.terminal import (
+        AnswerWriter,
+        Progress,
+        Stdout,
+        note,
+        note_model,
+        summary_lines,
+        unanswered_note,
+    )
     from spile.generation.generate import join
 
-    stdout = Stdout(sys.stdout)
+    stdout = Stdout(sys.stdout, wraps=not json)
     shows_reasoning = think == "show" and not json
     writer = AnswerWriter(stdout, sys.stderr, shows_reasoning=shows_reasoning)
     progress = Progress(
@@ -109,14 +119,15 @@ def _answer(loaded: Any, text: str, options: dict[str, Any], think: str, json: b
         stream = loaded.stream(text, on_prefill=progress.prefill, **options)
     finally:
         progress.start()
-    note(loaded.summary or "", word="")
+    note_model(loaded)
     if verbose:
         plan = getattr(loaded.open(), "plan", None)
         for line in [] if plan is None else parts_lines(plan.parts, plan.budget_nbytes):
             note(line, word="")
         sampling = {name: value for name, value in options.items() if hasattr(loaded.sampling, name)}
         note(
-            f"model {loaded.folder}, context {loaded.context:,}, {loaded.sampling.changed(sampling)}", word=""
+            f"context {loaded.context:,}, {loaded.sampling.changed(sampling)}",
+            word="",
         )
     chunks = []
     try:
@@ -177,6 +188,25 @@ def _logprob_as_dict(token_id: int, logprob: float, loaded: Any) -> dict[str, An
         "token": token,
         "logprob": logprob if logprob > float("-inf") else None,
     }
+
+
+def _check_is_no_model(prompt: str, model: str | None) -> None:
+    """Check that a prompt does not name a model's folder or file: to send such a name is hardly ever meant.
+
+    Raises: OptionError.
+    """
+    try:
+        path = Path(prompt).expanduser()
+        is_model = path.is_dir() or (path.suffix in (".safetensors", ".gguf") and path.is_file())
+    except (OSError, RuntimeError, ValueError):
+        return
+    if is_model:
+        kind = "folder" if path.is_dir() else "file"
+        name = f"-m {prompt} " if model is None else ""
+        raise OptionError(
+            f"the prompt {prompt!r} is a {kind} here: is it meant as the model, or as a text?",
+            f'As the model: spile generate {name}"a prompt". As a text: --prompt {prompt}',
+        )
 
 
 def _read_prompt(argument: str | None, flag: str | None, *, is_needed: bool) -> str:

@@ -24,7 +24,7 @@ _SHORTER = {  # than typer's own words
     "help": "Show this and exit.",
 }
 _TYPES = {"integer": "N", "float": "X", "path": "FILE", "text": "TEXT"}
-_EPILOG = "Every flag has a variable: SPILE_MAX_TOKENS for --max-tokens."
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}  # of every command's context
 
 
 class HelpCommand(TyperCommand):
@@ -41,7 +41,8 @@ class HelpGroup(TyperGroup):
     """A command that has commands: its help lists them."""
 
     def get_help(self, ctx: Any) -> str:
-        commands = [(name, (one.help or "").split("\n")[0]) for name, one in self.commands.items()]
+        shown = {name: one for name, one in self.commands.items() if not one.hidden}
+        commands = [(name, (one.help or "").split("\n")[0]) for name, one in shown.items()]
         flags = [_row(parameter) for parameter in self.get_params(ctx)]
         width = _column([*commands, *flags])
         lines = [f"Usage: {ctx.command_path} COMMAND ...", *_sentences(self), "", "Commands"]
@@ -71,19 +72,30 @@ def command_help(command: Any, context: Any) -> str:
     lines = [f"Usage: {' '.join(pieces)}", *_sentences(command), ""]
     for panel, rows in panels.items():
         lines += [panel, *_table(rows, width)]
-    return "\n".join([*lines, _EPILOG])
+    variable, flag = next((one.envvar, one.opts[0]) for one in command.get_params(context) if one.envvar)
+    return "\n".join([*lines, f"Every flag has a variable: {variable} for {flag}."])
 
 
 def help_texts(app: typer.Typer) -> Iterator[tuple[str, str]]:
     """Yield every command's path, groups and the root included, and its help."""
-    group = typer.main.get_command(app)
-    yield from _help_texts(group, group.make_context("spile", [], resilient_parsing=True))
+    for context in _contexts(typer.main.get_command(app), "spile", None):
+        yield context.command_path, context.get_help()
 
 
-def _help_texts(command: Any, context: Any) -> Iterator[tuple[str, str]]:
-    yield context.command_path, command.get_help(context)
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _help_texts(inner, inner.make_context(name, [], parent=context, resilient_parsing=True))
+def hidden_flags(app: typer.Typer) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path of every command that has flags which its help leaves out, and a line for each."""
+    for context in _contexts(typer.main.get_command(app), "spile", None):
+        rows = [_row(one) for one in context.command.get_params(context) if getattr(one, "hidden", False)]
+        if rows:
+            yield context.command_path, _table(rows, _column(rows))
+
+
+def _contexts(command: Any, name: str, parent: Any) -> Iterator[Any]:
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+    yield context
+    for inner_name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from _contexts(inner, inner_name, context)
 
 
 def _through_stdout(option: Any) -> Any:

@@ -29,7 +29,7 @@ from spile.commands.flags import (
     option,
 )
 from spile.commands.flags import size_or_auto as size_of
-from spile.commands.help import HelpCommand, HelpGroup
+from spile.commands.help import HELP_FLAGS, HelpCommand, HelpGroup
 from spile.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _CHUNKS = (64, 512)  # to try besides the plan's own: a short and the longest on
 
 bench = typer.Typer(
     name="bench", cls=HelpGroup, help="Measure: traces of routing, and what a pool makes of them.",
-    rich_markup_mode=None,
+    rich_markup_mode=None, context_settings=HELP_FLAGS,
 )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def plan(
     stdout.write("\n".join(plan_lines(name, own, made, expected, outlook)) + "\n")
 
 
-@bench.command(cls=HelpCommand)
+@bench.command(cls=HelpCommand, context_settings=HELP_FLAGS)
 def trace(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace (.npz).")],
     model: Model_ = None,
@@ -150,7 +150,7 @@ def trace(
     stdout.write(f"{out}: {N} tokens, {L} layers, {K} of {recorded.num_experts} experts each\n")
 
 
-@bench.command(cls=HelpCommand)
+@bench.command(cls=HelpCommand, context_settings=HELP_FLAGS)
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace that `bench trace` wrote.")],
     model: Annotated[

@@ -137,6 +137,8 @@ class DefaultFlags:
         }
         changes = {name: value for name, value in given.items() if value is not None}
         _DEFAULTS.changed(changes)
+        if self.max_tokens == 0:
+            raise OptionError("max_tokens is 0: no request would get an answer")
         return changes
 
 

@@ -24,6 +24,7 @@ from spile.console.terminal import (
     StdoutClosedError,
     fitting,
     note,
+    note_model,
     summary_lines,
     unanswered_note,
 )
@@ -50,7 +51,7 @@ HELP = """\
 /stats              what the last answer took
 /set [NAME VALUE]   show or change temp, top-p, seed, max-tokens, think, overflow, ...
                     (/set NAME default gives a number or stop its default back)
-/exit               leave; Ctrl-D does too
+/exit               leave; so do /quit, /bye and Ctrl-D
 Ctrl-C stops an answer. A line that ends in \\ goes on; \"\"\" begins and ends a block."""
 
 
@@ -86,7 +87,7 @@ class Chat:
         self._options = options
         self._lines = lines
         self._is_interactive = is_interactive
-        self._stdout = Stdout(sys.stdout)
+        self._stdout = Stdout(sys.stdout, wraps=True)
         self._conversation = Conversation(system)
         self._held = model.hold()
         self._stats: Stats | None = None  # of the last answer; None where it was stopped, too
@@ -101,7 +102,7 @@ class Chat:
             "/load": self._load,
             "/stats": lambda _: self._show_stats(),
             "/set": self._set,
-            "/exit": lambda _: self._leave(),
+            **dict.fromkeys(("/exit", "/quit", "/bye"), lambda _: self._leave()),
         }
 
     def run(self) -> None:
@@ -109,6 +110,7 @@ class Chat:
 
         Raises: in a pipe, the first SpileError; on a terminal it is shown and the conversation goes on.
         """
+        self._open_model()
         if self._is_interactive:
             _say("/help lists the commands; Ctrl-D leaves.")
         while self._is_open:
@@ -130,6 +132,16 @@ class Chat:
                 note(str(error), word="error: ")
                 if error.hint:
                     note(error.hint, word="hint: ")
+
+    def _open_model(self) -> None:
+        """Open the engine, so that what keeps the model from answering is said before a person types."""
+        progress = Progress(sys.stderr, self._model.counters, shares_screen=False)
+        progress.load()
+        try:
+            self._model.open()
+        finally:
+            progress.close()
+        note_model(self._model)
 
     def _take(self, message: str) -> None:
         """Follow a command, or answer a message."""
@@ -189,9 +201,6 @@ class Chat:
         model, options, stdout = self._model, self._options, self._stdout
         writer = AnswerWriter(stdout, sys.stderr, shows_reasoning=options.think == "show")
         progress = Progress(sys.stderr, model.counters, shares_screen=stdout.is_terminal)
-        was_open = model.summary is not None
-        if not was_open:
-            progress.load()
         try:
             with _stop_asked() as is_stop_asked:
 
@@ -212,8 +221,6 @@ class Chat:
                     **_changes(options.sampling),
                 )
                 progress.start()
-                if not was_open and model.summary:
-                    note(model.summary, word="")
                 with closing(stream):
                     for chunk in stream:
                         chunks.append(chunk)
@@ -372,7 +379,7 @@ class Chat:
 
 def commands() -> tuple[str, ...]:
     """Return the commands' names."""
-    return tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
+    return (*(line.split()[0] for line in HELP.splitlines() if line.startswith("/")), "/quit", "/bye")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from spile.errors import OptionError
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'
 _MOST_REMEMBERED = 1000
+_PASTE_SECONDS = 0.02  # between two lines of a paste, where the terminal does not mark pastes
 
 
 class Lines(Protocol):
@@ -100,6 +102,9 @@ class TerminalLines:
     def __init__(self, history: Path | None, words: Sequence[str]) -> None:
         self._history = history
         self._readline = _import_readline()
+        is_gnu = self._readline is not None and "libedit" not in (self._readline.__doc__ or "")
+        # Whether terminal and library tell what is pasted from what is typed; elsewhere a paste is known by its speed.
+        self._marks_pastes = is_gnu and os.environ.get("TERM", "dumb") != "dumb"
         if self._readline is None:
             self._history = None
             return
@@ -111,6 +116,8 @@ class TerminalLines:
     def read(self, prompt: str) -> str:
         try:
             line = input(prompt)
+            while not self._marks_pastes and _has_input():
+                line += "\n" + input()
             line.encode()
         except UnicodeError:
             raise OptionError("this line is not valid text in the terminal's encoding") from None
@@ -168,6 +175,14 @@ class TerminalLines:
             return
         readline.parse_and_bind("tab: complete")
         readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt-Enter: a new line in the message
+        # Python switches bracketed paste off when it imports readline (bpo-42819).
+        readline.parse_and_bind(f"set enable-bracketed-paste {'on' if self._marks_pastes else 'off'}")
+        readline.parse_and_bind("set enable-active-region off")  # no colours for what was pasted
+
+
+def _has_input() -> bool:
+    """Whether another line is there sooner than anybody types one."""
+    return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
 
 
 def open_lines(history: Path | None, words: Sequence[str]) -> tuple[Lines, bool]:

@@ -21,6 +21,7 @@ from spile.sizes import format_size
 if TYPE_CHECKING:
     from spile.engines.base import Counters
     from spile.generation.generate import Chunk, Stats
+    from spile.model import Model
 
 _ERASE_LINE = "\r\x1b[K"
 _DIM = "\x1b[2m"
@@ -28,6 +29,7 @@ _PLAIN = "\x1b[0m"
 _FEWEST_ROWS = 4  # of a screen that can spare one
 _SECONDS_BETWEEN = 0.1  # of two updates of the live line
 _TAB = 8  # columns between two stops
+_FEWEST_COLUMNS = 20  # of a screen that words are kept whole on
 # What a model writes must not drive the terminal: control characters but tab and newline are shown as '?'.
 _CONTROLS = {code: "?" for code in [*range(32), *range(127, 160)] if code not in (9, 10)}
 
@@ -63,15 +65,64 @@ class Cursor:
 _cursor = Cursor()  # of the one screen that a process has
 
 
-class Stdout:
-    """Standard output: whole characters at once, whatever its encoding; safe where it is a terminal."""
+class WordWrap:
+    """Breaks lines between words at a screen's edge, while the words come in pieces: one that does not fit is
+    taken back and written on the next line. A word that is wider than the screen is cut, as terminals do.
+    """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self) -> None:
+        self._word = ""  # the unfinished one, as far as it was written
+        self._width = 0  # its columns
+
+    def wrap(self, text: str, column: int, columns: int) -> tuple[str, int]:
+        """Return what to send for a text that begins in a column, and the column after it. The last column stays
+        empty: in it the cursor's place differs between terminals.
+        """
+        sent: list[str] = []
+        edge = columns - 1
+        for character in text:
+            if character in " \n\t":
+                self._word, self._width = "", 0
+                if character == "\n":
+                    column = 0
+                elif character == "\t":
+                    column = min((column // _TAB + 1) * _TAB, edge)
+                elif column >= edge:
+                    continue  # the line's end is as good as the space
+                else:
+                    column += 1
+                sent.append(character)
+                continue
+            width = _width(character)
+            if column + width > edge:
+                if self._width < column:
+                    back = f"\x1b[{self._width}D\x1b[K" if self._width else ""
+                    sent.append(f"{back}\n{self._word}")
+                    column = self._width
+                else:
+                    sent.append("\n")
+                    self._word, self._width, column = "", 0, 0
+            sent.append(character)
+            column += width
+            is_own_word = width == 2  # lines of Chinese or Japanese break anywhere
+            self._word = "" if is_own_word else self._word + character
+            self._width = 0 if is_own_word else self._width + width
+        return "".join(sent), column
+
+
+class Stdout:
+    """Standard output: whole characters at once, whatever its encoding; safe where it is a terminal. With `wraps`
+    words are not cut at the edge of a screen that can do it.
+    """
+
+    def __init__(self, stream: TextIO | None, *, wraps: bool = False) -> None:
         if stream is None:
             raise WriteError("standard output is closed")
         self.stream = stream
         self.is_terminal = stream.isatty()
         self.is_styled = self.is_terminal and has_styles()
+        can_wrap = self.is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._wrap = WordWrap() if wraps and can_wrap else None
         self._at_line_start = True
 
     def write(self, text: str) -> None:
@@ -83,7 +134,11 @@ class Stdout:
             return
         if self.is_terminal:
             text = text.translate(_CONTROLS)
-            _cursor.advance(text, _screen(self.stream)[0])
+            columns = _screen(self.stream)[0]
+            if self._wrap is None or columns < _FEWEST_COLUMNS:
+                _cursor.advance(text, columns)
+            else:
+                text, _cursor.column = self._wrap.wrap(text, _cursor.column, columns)
         self._at_line_start = text.endswith("\n")
         self._send(text)
 
@@ -354,6 +409,17 @@ def note(text: str, *, word: str = "note: ") -> None:
         print(f"{begins}{word}{text}", file=sys.stderr, flush=True)
         if begins:
             _cursor.column = 0
+
+
+def note_model(model: Model) -> None:
+    """Say which model answers, and what its engine does with memory."""
+    from spile.files.hub import DEMO_FOLDER
+
+    is_demo = model.folder == DEMO_FOLDER
+    name = (
+        "the demo, a toy of 7 MB that tells children's stories; -m names another" if is_demo else model.folder
+    )
+    note(f"{name or 'unnamed'}\n{model.summary or ''}".rstrip(), word="model: ")
 
 
 def fitting(text: str) -> str:

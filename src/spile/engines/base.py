@@ -10,6 +10,9 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+# Index of the first token, and the logits [n, V] after it and the next ones: valid during the call.
+OnLogits = Callable[[int, NDArray[np.float32]], None]
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -154,6 +157,18 @@ class Engine(Protocol):
         """Append T tokens; return the logits after each, [T, V]."""
         ...
 
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, some positions at a time: far less than [T, V] is
+        ever in memory, and a budget counts it.
+        """
+        ...
+
     def counters(self) -> Counters:
         """Say what was read and found since the engine was opened."""
         ...
@@ -162,6 +177,14 @@ class Engine(Protocol):
         """Keep to another budget from the next token on. Exact; memory that is given up goes to the system.
 
         Raises: BudgetError below what stays resident, OptionError where there is no pool.
+        """
+        ...
+
+    def hold(self, owner: str, nbytes: int) -> None:
+        """Leave so many bytes of the budget, from now on, to somebody else in this process: "prompts" for those that
+        are kept, whose room is planned, or another name. Exact: the pool gives way, and has back what is held no more.
+
+        Raises: BudgetError where less than the least would be left.
         """
         ...
 

@@ -25,6 +25,7 @@ from spile.files.writer import FULL_DISK
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_ADDRESS = re.compile(rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/({_HUB_ID.pattern})(?:[/?#].*)?$")
 _LARGEST_TEXT_FILE_NBYTES = 100_000_000
 _USUAL_HEADER_NBYTES = 100_000  # most headers are shorter: one request
 _LARGE_FILE_NBYTES = 500_000_000
@@ -47,9 +48,14 @@ def resolve(source: str | Path | None, *, offline: bool = False) -> Path:
                 f"the demo model is not installed: looked in {DEMO_FOLDER}", _HOW_TO_NAME
             )
         return DEMO_FOLDER
-    text = os.fspath(source)
+    text = os.fspath(source) if isinstance(source, Path) else _without_address(source)
     if not text.strip():
         raise ModelNotFoundError("the name of the model is empty", _HOW_TO_NAME)
+    if text.lower().endswith(".gguf"):
+        raise ModelNotFoundError(
+            f"{quote(text)} names a GGUF file, and spile reads safetensors: a folder with config.json",
+            "Name a folder or a hub id that holds the model as safetensors.",
+        )
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
@@ -76,7 +82,7 @@ def resolve_headers(source: str | Path | None, room: Path, *, offline: bool = Fa
 
     Raises: as `resolve`.
     """
-    hub_id = None if source is None or isinstance(source, Path) else source
+    hub_id = None if source is None or isinstance(source, Path) else _without_address(source)
     if hub_id is None or not _HUB_ID.fullmatch(hub_id) or Path(hub_id).expanduser().exists():
         return resolve(source, offline=offline), True
     hub = Hub()
@@ -97,6 +103,12 @@ def resolve_headers(source: str | Path | None, room: Path, *, offline: bool = Fa
     for name in weights:
         _write_header(hub_id, hub, name, sizes[name], room / name)
     return room, False
+
+
+def _without_address(name: str) -> str:
+    """Return the hub id in the address of a model's page, as a browser shows it; any other name as it is."""
+    match = _ADDRESS.match(name.strip())
+    return name if match is None else match[1]
 
 
 def large_cached_file() -> Path | None:

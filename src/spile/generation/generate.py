@@ -8,6 +8,7 @@ Stop texts are looked for in the answer proper, not in the reasoning before it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile import memory
-from spile.engines.base import CopyableState, Counters, Engine, State
+from spile.engines.base import CopyableState, Counters, Engine, OnLogits, State
 from spile.errors import ContextError, OptionError
 from spile.generation.held import Held
 from spile.generation.logprobs import Logprob, measure
@@ -93,7 +94,9 @@ class Stats:
 class Chunk:
     """A piece of an answer. One comes for every token, with the text it completes (often part of a word, or
     nothing); the last has no token, the text still held back, the reason for the end, the stop text if there
-    was one, and the statistics. A reasoning model's chunks have `reasoning` before they have text."""
+    was one, and the statistics. A reasoning model's chunks have `reasoning` before they have text. Where the prompt's
+    log-probabilities are asked for, chunks without a token have them, a piece of the prompt each; that of its first
+    token, which nothing predicts, is not a number."""
 
     text: str
     token_id: int | None = None
@@ -102,6 +105,7 @@ class Chunk:
     reasoning: str = ""
     logprob: Logprob | None = None
     stopped_by: str | None = None
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Completion:
     reasoning: str = ""
     logprobs: tuple[Logprob, ...] = ()
     stopped_by: str | None = None
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 def join(chunks: Iterable[Chunk]) -> Completion:
@@ -123,10 +128,12 @@ def join(chunks: Iterable[Chunk]) -> Completion:
     reasoning: list[str] = []
     token_ids: list[int] = []
     logprobs: list[Logprob] = []
+    prompt_logprobs: list[Logprob] = []
     chunk = None
     for chunk in chunks:
         texts.append(chunk.text)
         reasoning.append(chunk.reasoning)
+        prompt_logprobs += chunk.prompt_logprobs
         if chunk.token_id is not None:
             token_ids.append(chunk.token_id)
         if chunk.logprob is not None:
@@ -141,6 +148,7 @@ def join(chunks: Iterable[Chunk]) -> Completion:
         stats=chunk.stats,
         reasoning="".join(reasoning),
         logprobs=tuple(logprobs),
+        prompt_logprobs=tuple(prompt_logprobs),
         stopped_by=chunk.stopped_by,
     )
 
@@ -181,6 +189,7 @@ def generate(
     requested: float | None = None,
     pauses: bool = False,
     constraint: Constraint | None = None,
+    prompt_logprobs: bool = False,
 ) -> Generator[Chunk, None, None]:
     """Yield the answer to a prompt that `check_prompt` has passed.
 
@@ -189,7 +198,9 @@ def generate(
     again, and `cache` gets what was read. Prompt and answer together are no longer than the
     context. `requested` is the `time.perf_counter()` of the request, now by default. With `pauses` an empty
     chunk comes between two chunks of the prompt, for whoever runs several answers at once. A `constraint` says
-    which tokens may come, and ends an answer to which nothing can be added. Closing the iterator, or an exception
+    which tokens may come, and ends an answer to which nothing can be added. With `prompt_logprobs` come those
+    of the prompt's tokens; logits of what was read before are nowhere, so all of it is read, and no cache gets it; and
+    the last chunk has that of an end token, so that each choice is measured. Closing the iterator, or an exception
     thrown into it, frees a state that is not held and leaves the engine as good as before.
     """
     requested = time.perf_counter() if requested is None else requested
@@ -197,6 +208,9 @@ def generate(
     sampler = Sampler(sampling, num_entries, banned=eos_ids if sampling.ignore_eos else ())
     answer = _Answer(decoder, splitter, StopFilter(sampling.stops))
     before = engine.counters()
+    scorer = end_logprob = None
+    if prompt_logprobs:
+        scorer, cache, sources = _Scorer(token_ids, sampling.logprobs or 0, num_entries), None, ()
     kept = Held(is_lasting=False) if held is None else held
     finish_reason: FinishReason = "length"
     is_whole = False
@@ -208,7 +222,12 @@ def generate(
         last = len(token_ids) if reuse_step == 1 else (len(token_ids) - 1) // reuse_step * reuse_step
         cut = turn_cut(token_ids, eos_ids) // reuse_step * reuse_step
         is_kept = cache is not None or on_prompt is not None
-        in_pieces = pauses or (cache is not None and cache.wants_every_chunk) or (reuse_step > 1 and is_kept)
+        in_pieces = (
+            pauses
+            or prompt_logprobs
+            or (cache is not None and cache.wants_every_chunk)
+            or (reuse_step > 1 and is_kept)
+        )
         step = engine.prefill_chunk if in_pieces else len(token_ids)
         # Where no logits are wanted an engine may have less to do than in `prefill`.
         read = getattr(engine, "read", engine.prefill)
@@ -222,7 +241,11 @@ def generate(
                 on_prompt = None
             end = min(start - (start - shift) % step + step, len(token_ids))
             shifted = _shifted(on_prefill, start - num_cached, len(token_ids) - num_cached)
-            if end < len(token_ids):
+            if scorer is not None:
+                engine.score(state, token_ids[start:end], scorer.at(start), shifted)
+                logits = scorer.last
+                yield Chunk("", prompt_logprobs=scorer.take())
+            elif end < len(token_ids):
                 read(state, token_ids[start:end], shifted)
                 kept.keep(tuple(at for at in (last, cut) if start < at <= end))
                 if pauses:
@@ -237,6 +260,8 @@ def generate(
             if token_id in eos_ids:
                 clock.note_end()
                 finish_reason = "stop"
+                if scorer is not None:
+                    end_logprob = measure(logits, token_id, sampling.logprobs or 0, num_entries)
                 break
             if constraint:
                 constraint.accept(token_id)
@@ -256,11 +281,12 @@ def generate(
                 kept.keep((len(token_ids), cut))
             if clock.num_tokens != sampling.max_tokens:
                 logits = engine.decode(state, token_id)
+        clock.note_end()
         stats = clock.stats(len(token_ids), num_cached, answer.num_reasoning, engine, before)
         piece = answer.flush()
         if answer.stopped_by is not None:
             finish_reason = "stop"
-        yield Chunk(piece.text, None, finish_reason, stats, piece.reasoning, stopped_by=answer.stopped_by)
+        yield Chunk(piece.text, None, finish_reason, stats, piece.reasoning, end_logprob, answer.stopped_by)
         is_whole = True
     except GeneratorExit:
         is_whole = True  # as far as it went
@@ -275,6 +301,33 @@ def generate(
 def _shifted(on_prefill: OnPrefill | None, start: int, total: int) -> OnPrefill | None:
     """Report progress inside of one piece of a prompt as progress in the whole."""
     return None if on_prefill is None else lambda done, _: on_prefill(start + done, total)
+
+
+class _Scorer:
+    """Turns logits after a prompt's tokens into log-probabilities of the next ones."""
+
+    def __init__(self, token_ids: Sequence[int], num_top: int, num_entries: int) -> None:
+        self.last: NDArray[np.float32]  # logits after the last token that was read
+        self._token_ids = token_ids
+        self._num_top = num_top
+        self._num_entries = num_entries
+        self._measured = [Logprob(token_ids[0], math.nan, ())]
+
+    def at(self, start: int) -> OnLogits:
+        """Return what takes the logits of a piece of the prompt that begins at `start`."""
+
+        def measure_all(first: int, logits: NDArray[np.float32]) -> None:
+            nexts = self._token_ids[start + first + 1 : start + first + 1 + len(logits)]
+            for row, token_id in zip(logits, nexts, strict=False):  # the last has no next one
+                self._measured.append(measure(row, token_id, self._num_top, self._num_entries))
+            self.last = logits[-1].copy()
+
+        return measure_all
+
+    def take(self) -> tuple[Logprob, ...]:
+        """Return what was measured since the last call."""
+        measured, self._measured = tuple(self._measured), []
+        return measured
 
 
 class _Answer:

@@ -22,7 +22,7 @@ class Sampling:
 
     temperature 0, like any below 1e-6, takes the most probable token; top_k 0, top_p 1 and min_p 0 switch a
     filter off. Without a seed every answer differs; with one it is the same again. max_tokens None means:
-    until the model ends or the context is full.
+    until the model ends or the context is full; 0 only reads the prompt.
 
     Penalties are about the tokens of the answer so far, not about the prompt: a token that occurred n times
     has its logit divided by repetition_penalty (multiplied, where it is negative), then lowered by
@@ -58,7 +58,7 @@ class Sampling:
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, 2**64 - 1)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _check_integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_number("presence_penalty", self.presence_penalty, -100, 100)
         _check_number("frequency_penalty", self.frequency_penalty, -100, 100)

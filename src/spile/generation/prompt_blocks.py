@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,9 +73,11 @@ class Block:
 class PromptBlocks:
     """The tree. `nbytes` never exceeds the budget, nor does what it takes from the system."""
 
-    def __init__(self, budget_nbytes: int) -> None:
+    def __init__(self, budget_nbytes: int, hold: Callable[[int], None] = lambda nbytes: None) -> None:
+        """`hold` is told of the bytes that are in use, before there are more and when there are fewer."""
         self.budget_nbytes = budget_nbytes
         self.nbytes = 0
+        self._hold = hold
         self._root = Block(None, 0, np.empty(0, np.int32))
         self._now = 0
         # In the order of use, and within one use the ends before the beginnings.
@@ -154,6 +156,7 @@ class PromptBlocks:
                     self._add_sliding(block, state, is_spare=True)
         self._now += 1  # nothing is in use any more
         self._prune(path[-1])
+        self._hold(self.nbytes)
         return end
 
     def clear(self) -> None:
@@ -167,6 +170,7 @@ class PromptBlocks:
         for blocks in (self._full, self._kept, self._spare):
             blocks.clear()
         self.nbytes = 0
+        self._hold(0)
 
     def _closest(self, parent: Block, token_ids: Ids) -> tuple[Block | None, int]:
         """Return the child with the longest common beginning; of equals one that can be cut."""
@@ -312,6 +316,7 @@ class PromptBlocks:
                 self._drop(oldest_full)
             else:
                 return False
+        self._hold(self.nbytes + nbytes)
         return True
 
     def _drop_sliding(self, block: Block) -> None:

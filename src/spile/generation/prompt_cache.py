@@ -61,7 +61,10 @@ class PromptCache:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         """`open_folder` and the model's `fingerprint` are called with the first prompt."""
-        self._blocks = PromptBlocks(budget_nbytes) if budget_nbytes else None
+        self.hold: Callable[[int], None] = lambda nbytes: None  # an engine's, once there is one
+        self._blocks = (
+            PromptBlocks(budget_nbytes, lambda nbytes: self.hold(nbytes)) if budget_nbytes else None
+        )
         self._open_folder = open_folder
         self._fingerprint = fingerprint
         self._on_note = on_note

@@ -1,73 +1,48 @@
-"""Turns mapped shards into experts that are all resident: the pool of a machine where everything fits.
+"""Turns mapped shards into the room of a pool that has every expert in its slot from the start, where all fits.
 
-Files are used in place, with no load time. It offers the engine what `slots.Slots` offers. Faulting experts
-in a page at a time is many times slower than reading them, so until the files have been made present once, in
-the background, the experts that a token wants are touched by reader threads first.
+Files are used in place, with no load time. Faulting experts in a page at a time is many times slower than reading them,
+so until the files have been made present once, in the background, the experts that a token wants are touched by reader
+threads first.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
 from spile.residency.experts import ExpertTable
-from spile.residency.slots import Batch, Foretell
+from spile.residency.pages import keys_of
+from spile.residency.pool import Room
 
 _NO_FILE = 2**64 - 1  # a request with this descriptor makes mapped pages present
 _PIECE_NBYTES = 4 << 20
 
 
-class MappedExperts:
-    """Every expert in place in mapped shards: the pool of a machine where all fits.
-
-    Until the whole file has been made present once, the experts that a token wants are touched by reader
-    threads before the computation would fault them in one page after the other.
-    """
+class MappedRoom(Room):
+    """Every expert in place in mapped shards, in the slot of its own number."""
 
     def __init__(self, table: ExpertTable, shard_addresses: Sequence[int], touch: Touch | None) -> None:
-        num_keys = table.num_layers * table.num_experts
-        self._num_experts = table.num_experts
+        self.num_experts, self.keys = table.num_experts, keys_of(table)
+        self.slot_nbytes, self._touch = table.expert_nbytes, touch
+        self.num_slots = num_keys = int(self.keys.max(initial=-1)) + 1
+        self._part_nbytes: list[int] = []
         self._addresses = np.zeros((num_keys, 3), np.uint64)
-        self._touch = touch
-        self.hits = self.misses = self.evictions = self.unwanted = 0
-        self.num_resident = 0
-        self._part_nbytes = [0, 0, 0]
-        for layer in range(table.num_layers):
-            if not table.is_moe(layer):
-                continue
-            self.num_resident += table.num_experts
-            first = table.extents(layer, 0)
-            self._part_nbytes = [extent.nbytes for extent in first]
-            for part, extent in enumerate(first):
-                base = shard_addresses[extent.shard] + extent.offset
-                rows = slice(layer * table.num_experts, (layer + 1) * table.num_experts)
-                self._addresses[rows, part] = (
-                    base + np.arange(table.num_experts, dtype=np.uint64) * extent.nbytes
-                )
+        for key in self.keys.tolist():
+            extents = table.extents(*divmod(key, self.num_experts))
+            self._part_nbytes = [extent.nbytes for extent in extents]
+            self._addresses[key] = [shard_addresses[extent.shard] + extent.offset for extent in extents]
 
-    def fetch(
-        self,
-        layer: int,
-        ids: NDArray[np.int32],
-        counts: NDArray[np.int32],
-        *,
-        in_order: bool,
-        foretell: Foretell | None = None,
-    ) -> Generator[Batch, None, None]:
-        """Yield all of `ids` at once, in their ascending order."""
-        self.hits += len(ids)
-        addresses = self._addresses[layer * self._num_experts + ids.astype(np.int64)]
+    def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Return the address of each part, [n, parts]."""
+        addresses: NDArray[np.uint64] = self._addresses[keys]
         if self._touch is not None and not self._touch.is_complete():
             self._touch.touch(addresses, self._part_nbytes)
-        yield ids, addresses
-
-    def lend(self, nbytes: int) -> None:
-        """Do nothing: mapped pages are the system's to take back."""
+        return addresses
 
 
 def touch_reader() -> _core.Reader:

@@ -7,6 +7,9 @@ first what nothing runs without, then a prefill chunk and a context in proportio
 (every row kept saves its bytes at every token), and the rest to experts (a slot saves a part of its bytes at
 every token). Each of these grows with the budget and never shrinks: what is set aside for chunk and context is a
 share, and the few MB of it that are too little for their next step stay free.
+
+Keys, values and kept prompts come and go. What is set aside for them and not in use works for experts meanwhile:
+`Plan.slots_beside` says how many slots there are at a moment.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import BLOCK_POSITIONS, kv_format, kv_nbytes
-from spile.residency.slots import Slots
+from spile.residency.pages import Pages
 from spile.residency.weights import (
     HEAD_PIECE_ROWS,
     activation_nbytes,
@@ -79,6 +82,14 @@ class Plan:
     context: int  # tokens
     budget_nbytes: int | None  # None: nobody named one and everything fits
     parts: Parts
+    slot_nbytes: int = 0
+    shared_nbytes: int = 0  # set aside for keys, values and kept prompts: experts have it until they come
+
+    def slots_beside(self, used_nbytes: int) -> int:
+        """Return the slots that there is room for while so many bytes of keys, values and kept prompts are in use."""
+        return min(
+            self.num_slots + (self.shared_nbytes - used_nbytes) // max(1, self.slot_nbytes), self.most_slots
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +189,7 @@ def _pool_plan(
     is_direct: bool,
 ) -> Plan:
     spec, V = model.spec, model.spec.vocab_size
-    slot_nbytes = Slots.nbytes_per_slot(table)
+    slot_nbytes = Pages.nbytes_per_slot(table)
     needs = _Needs(model, table, options, memory.process_nbytes)
     least = needs.least().total
     if options.slots is None:
@@ -202,6 +213,7 @@ def _pool_plan(
             num_head_rows, extra = min(V - 1, pieces * HEAD_PIECE_ROWS), head
         num_slots = min(needs.wanted_slots + (extra - head) // slot_nbytes, most_slots)
     planned = parts(chunk, context, num_head_rows, num_slots)
+    is_named = options.slots is not None or num_active is not None
     if options.slots is None:
         _check_group(model, memory, least, planned.total, room)
     return Plan(
@@ -215,6 +227,8 @@ def _pool_plan(
         context=context,
         budget_nbytes=room if num_active is None or options.memory_bytes else planned.total,
         parts=planned,
+        slot_nbytes=slot_nbytes,
+        shared_nbytes=0 if is_named else planned.kv + planned.prompts,
     )
 
 
@@ -250,7 +264,7 @@ class _Needs:
         spec = model.spec
         self._model, self._options, self._process = model, options, process
         self._kv, self._flash = kv_format(spec, options), flash_head_nbytes(model, options)
-        self._slot_nbytes, num_experts = Slots.nbytes_per_slot(table), spec.num_routed_experts
+        self._slot_nbytes, num_experts = Pages.nbytes_per_slot(table), spec.num_routed_experts
         moe_layers = num_experts // max(1, spec.num_experts)
         num_active = options.num_active(spec.num_experts_per_tok)
         pinned = options.shared_experts * moe_layers

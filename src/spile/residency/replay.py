@@ -53,7 +53,7 @@ def sizes_to_try(trace: Trace, num_experts: int) -> list[int]:
 
 
 def _pool_policy(trace: Trace, num_experts: int, num_slots: int) -> Replayed:
-    """What `slots.py` does: the policy of `policy.py`, over one pool."""
+    """What `pool.py` does: the policy of `policy.py`, over one pool."""
     N, L, K = trace.shape
     policy = Policy(L, num_experts)
     resident = np.zeros(L * num_experts, bool)

@@ -50,17 +50,22 @@ class Selection:
         """Which experts the router may choose, uint8 [E]; None: any."""
         return None if self._is_selecting or self._num_decoded == 0 else self._allowed[layer]
 
-    def choose(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> None:
-        """Record what the router chose, and by how many tokens each."""
+    def choose(
+        self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> NDArray[np.int32] | None:
+        """Record what the router chose, and by how many tokens each. Returns the layer's set where it was selected
+        by this.
+        """
         seen = self._counts[layer]
         if self._is_selecting:
             seen -= seen * min(self._every, _MEMORY) // _MEMORY
         seen[ids] += _CHOICE * counts.astype(np.int64)
         if not self._is_selecting:
-            return
+            return None
         order = np.argsort(-seen, kind="stable")  # ties to the lower id
         wanted = np.unique(np.concatenate((np.arange(self._num_shared), ids)))
         others = order[~np.isin(order, wanted)][: max(0, self._num_active - len(wanted))]
         self._allowed[layer] = 0
         self._allowed[layer, wanted] = 1
         self._allowed[layer, others] = 1
+        return np.concatenate((wanted, others)).astype(np.int32)

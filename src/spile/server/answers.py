@@ -7,8 +7,10 @@ Beyond OpenAI's: `reasoning_content` (and the same as `reasoning`) beside `conte
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +37,10 @@ class Answer:
         self.logprobs: list[dict[str, Any]] = []  # of chat; of completions, one object a token
         self._is_chat = request.kind == "chat"
         self._parser = ToolCallParser(request.tools) if request.tools else None
-        self._offset = 0  # of the next token in the text, in characters
+        self._decoder = getincrementaldecoder("utf-8")(
+            "replace"
+        )  # of completions' tokens, to count characters
+        self._offset = 0  # of the next token in the text, or of the character that it goes on with
 
     def push(self, said: Said) -> list[dict[str, Any]]:
         """Return what this adds, as OpenAI's deltas without the envelope: text (with its token's logprobs),
@@ -47,14 +52,15 @@ class Answer:
             self.reasoning += chunk.reasoning
             deltas.append({"reasoning_content": chunk.reasoning, "reasoning": chunk.reasoning})
         deltas += [delta for found in self._parsed(said) if (delta := self._delta(found)) is not None]
-        if chunk.logprob is not None:
-            logprob = self._logprob(chunk.logprob, said.entries)
-            self.logprobs.append(logprob)
+        measured = chunk.prompt_logprobs if chunk.logprob is None else (*chunk.prompt_logprobs, chunk.logprob)
+        if measured:
+            logprobs = [self._logprob(one, said.entries) for one in measured]
+            self.logprobs += logprobs
             at = next((delta for delta in deltas if "content" in delta), None)
             if at is None:
                 at = {"content": ""}
                 deltas.append(at)
-            at["logprobs"] = logprob
+            at["logprobs"] = logprobs
         if chunk.finish_reason is not None:
             called = self._parser is not None and self._parser.num_calls > 0
             self.finish_reason = (
@@ -89,8 +95,11 @@ class Answer:
                 **_token(logprob.token_id, logprob.logprob, entries),
                 "top_logprobs": [_token(one.token_id, one.logprob, entries) for one in logprob.top],
             }
-        token = _legacy_token(entries[logprob.token_id])
-        offset, self._offset = self._offset, self._offset + len(token)
+        data, offset = entries[logprob.token_id], self._offset
+        self._offset += len(self._decoder.decode(data))
+        token = _legacy_token(data)
+        if math.isnan(logprob.logprob):  # the first of a prompt
+            return {"token": token, "logprob": None, "top": None, "offset": offset}
         top = {_legacy_token(entries[one.token_id]): _finite(one.logprob) for one in logprob.top}
         return {"token": token, "logprob": _finite(logprob.logprob), "top": top or None, "offset": offset}
 
@@ -122,14 +131,14 @@ class Answers:
                 )
             for delta in deltas:
                 logprobs = delta.pop("logprobs", None)
-                wrapped = None if logprobs is None else {"content": [logprobs], "refusal": None}
+                wrapped = None if logprobs is None else {"content": logprobs, "refusal": None}
                 choices.append(self._chat_choice(said.index, delta, wrapped, None))
             if answer.finish_reason is not None:
                 choices.append(self._chat_choice(said.index, {}, None, answer.finish_reason))
         else:
             for delta in deltas:
                 logprobs = delta.pop("logprobs", None)
-                found = None if logprobs is None else _legacy_logprobs([logprobs])
+                found = None if logprobs is None else _legacy_logprobs(logprobs)
                 choices.append(self._text_choice(said.index, delta.get("content", ""), found, None))
             if answer.finish_reason is not None:
                 choices.append(self._text_choice(said.index, "", None, answer.finish_reason))

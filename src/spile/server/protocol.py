@@ -60,9 +60,15 @@ class Request:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None  # None too where tool_choice is "none"
     tool_choice: Any = "auto"  # "auto", "none", "required" or the name of a function as {"name": ...}
+    echo: bool = False  # whether an answer begins with its prompt
     one_call: bool = False  # at most, where there are tools
     response_format: dict[str, Any] | None = None  # None for plain text
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted."""
+        return self.echo and "logprobs" in self.sampling
 
     def choice_sampling(self, index: int) -> dict[str, Any]:
         """Return the sampling of one of a prompt's `n` answers: with a seed, each has the next one."""
@@ -104,13 +110,14 @@ def parse_completion(data: bytes) -> Request:
     Raises: RequestError naming the parameter.
     """
     raw, body = _read(data, CompletionBody)
-    if body.echo:
-        raise RequestError("echo is not supported", param="echo", code="unsupported_parameter")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens is 0: without echo there would be no answer", param="max_tokens")
     prompts = _prompts(body.prompt)
     return Request(
         kind="completion",
         prompts=prompts,
         sampling=_sampling(body, body.max_tokens, body.logprobs),
+        echo=bool(body.echo),
         **_common(raw, body, len(prompts)),
     )
 

@@ -152,8 +152,9 @@ class CompletionBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True
             Meta(min_length=1),
         ]
     )
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     logprobs: Alternatives | None = None
-    echo: Off = None
+    echo: bool | None = None
     best_of: None = None
     suffix: None = None
 

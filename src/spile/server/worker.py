@@ -285,7 +285,8 @@ class Worker:
         self._tasks.append(task)
         task.tell(Prepared())
         for choice in task.choices:
-            longest = {**self.defaults, **task.request.sampling}.get("max_tokens") or engine.context
+            longest = {**self.defaults, **task.request.sampling}.get("max_tokens")
+            longest = engine.context if longest is None else longest
             num_tokens = min(engine.context, choice.prompt_tokens + longest)
             self._schedule.add(choice, engine.kv_nbytes(num_tokens))
 
@@ -305,6 +306,8 @@ class Worker:
         now = time.perf_counter()
         self._schedule.note(choice, now - started, is_prompt=was_prompt, is_answering=not _is_pause(chunk))
         if _is_pause(chunk):
+            if chunk.prompt_logprobs or chunk.text:
+                task.tell(Said(choice.index, chunk, entries_of(chunk, self.model)))
             return
         if choice.first is None:
             choice.first = now
@@ -318,7 +321,7 @@ class Worker:
         self._schedule.remove(choice)
         choice.stats, choice.finish_reason = chunk.stats, chunk.finish_reason
         choice.stream.close()
-        task.tell(Said(choice.index, chunk))
+        task.tell(Said(choice.index, chunk, entries_of(chunk, self.model)))
         if all(other.stats is not None for other in task.choices):
             self._tasks.remove(task)
             self._num_unreadable = 0

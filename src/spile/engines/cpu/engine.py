@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,25 +18,32 @@ from numpy.typing import NDArray
 from spile import _core
 from spile.architectures.flash_head import open_flash_head
 from spile.architectures.spec import OwnModel
-from spile.engines.base import Counters, State
+from spile.engines.base import Counters, OnLogits, State
 from spile.engines.cpu.decoder import make_decoder, rope_of
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.rope import RopeTable
 from spile.engines.cpu.state import CpuState
 from spile.engines.cpu.weights import EmbeddingRows, Weights
-from spile.errors import BudgetError, ContextError, OptionError
+from spile.errors import BudgetError, ContextError, OptionError, SpileError
 from spile.machine import memory_limit_bytes, physical_cores
+from spile.memory import trim
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.kv import kv_format, kv_nbytes
-from spile.residency.mapped import MappedExperts, Touch
-from spile.residency.plan import make_plan
+from spile.residency.mapped import MappedRoom, Touch
+from spile.residency.pages import Pages
+from spile.residency.plan import MemoryNow, Plan, make_plan, memory_now
 from spile.residency.policy import Policy
+from spile.residency.pool import Foretell, Order, Pool
 from spile.residency.selection import Selection
-from spile.residency.slots import Foretell, Slots
 from spile.residency.store import ShardWatch, Store
 from spile.sizes import format_size
+
+# Positions whose logits exist at once where those of all are wanted: 10 MB of a full-size Maple. More would spare
+# passes over a streamed head, at the cost of the pool.
+_SCORED_TOGETHER = 16
+_SHORT_CONTEXT = 1024  # tokens of a conversation that a summary counts on, where nobody named a budget
 
 
 class CpuEngine:
@@ -58,12 +66,10 @@ class CpuEngine:
                 f"SPILE_ISA is {self._isa!r}: this machine runs {', '.join(_core.isas())}",
             )
         self._threads = options.threads or physical_cores()
-        table = ExpertTable(model)
-        plan = make_plan(model, table, options)
-        self.plan, self.kv_format, self._options = plan, kv_format(spec, options), options
+        self._model, self._table, self._options = model, ExpertTable(model), options
+        self.expert_nbytes, self.kv_format = self._table.expert_nbytes, kv_format(spec, options)
         self.exact = options.reselect_every == 1 and not options.flash_head
         self._num_active = options.num_active(spec.num_experts_per_tok) or spec.num_experts
-        self.context, self.prefill_chunk = plan.context, plan.prefill_chunk
         self._rope = RopeTable(rope_of(spec))
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
@@ -73,47 +79,81 @@ class CpuEngine:
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
         self.on_decode_route: Callable[[NDArray[np.int32]], None] | None = None
         self._closed = False
+        self._last: Counters | None = None  # of a closed engine
+        self._states: WeakSet[CpuState] = WeakSet()
+        self._held_nbytes: dict[str, int] = {}
+        plan = make_plan(model, self._table, options)
+        self._check_selection(plan.num_slots)
+        self._begin(plan)
+        self._ids = np.empty(spec.num_experts, np.int32)
+        self._counts = np.empty(spec.num_experts, np.int32)
+        self._foretold = np.empty(spec.num_experts_per_tok, np.int32)
+        self._logits = np.empty((1, spec.vocab_size), np.float32)
+
+    def _begin(self, plan: Plan) -> None:
+        """Open files and read what stays resident, as a plan says; what fails is given back.
+
+        Raises: ReadError, CheckpointError, OptionError.
+        """
+        model, table, options = self._model, self._table, self._options
+        self.plan, self.context, self.prefill_chunk = plan, plan.context, plan.prefill_chunk
         self._touch: Touch | None = None
         self._store: Store | None = None
+        self._pool: Pool | None = None
         self._rows: EmbeddingRows | None = None
         self._rows_store: Store | None = None
         self._flash_store: Store | None = None
         self._watch = ShardWatch(model.checkpoint.shards)
         try:
             self._weights = Weights(model, is_mapped=plan.is_mapped)
-            self._decoder = self._make_decoder(model, options.activation_bytes)
-            self.experts: MappedExperts | Slots
+            self._layers = [self._weights.layer(layer) for layer in range(table.num_layers)]
+            self._final_norm = self._weights.tensor(f"{model.spec.norm.name}.weight")
+            self._decoder = self._make_decoder()
+            policy = Policy(table.num_layers, table.num_experts)
             if plan.is_mapped:
                 self._touch = Touch(self._weights.ranges)
-                self.experts = MappedExperts(table, self._weights.shard_addresses, self._touch)
-                codes, scales, biases = (self._weights.tensor(each.name) for each in spec.embedding.tensors())
-                self._table = codes, scales, biases
-                self._head = self._open_head(model, None)
+                room = MappedRoom(table, self._weights.shard_addresses, self._touch)
+                self._pool = Pool(room, None, policy, 0)
+                codes, scales, biases = (
+                    self._weights.tensor(each.name) for each in model.spec.embedding.tensors()
+                )
+                self._embedding = codes, scales, biases
             else:
                 self._store = Store(model.checkpoint.shards, direct=plan.is_direct)
-                self._store.read_cached = self._decoder.read_cached
-                self._policy = Policy(table.num_layers, table.num_experts)
-                self.experts = Slots(table, self._store, self._policy, plan.num_slots)
+                self._pool = Pool(Pages(table), self._store, policy, plan.num_slots)
                 shared = np.arange(options.shared_experts, dtype=np.int32)
                 for layer in range(table.num_layers):
                     if len(shared) and table.is_moe(layer):
-                        self.experts.pin(layer, shared)
-                self._head = self._open_head(model, self._store)
+                        self._pool.pin(layer, shared)
                 # Rows are far smaller than a page: they are read through the page cache in any case.
                 self._rows_store = Store(model.checkpoint.shards, direct=False)
                 self._rows = EmbeddingRows(model, self._rows_store)
+            self._head = self._open_head()
+            self._read_with_decoder()
+            self._share_room()
         except BaseException:
             self.close()
             raise
-        self.expert_nbytes = table.expert_nbytes
-        self._ids = np.empty(spec.num_experts, np.int32)
-        self._counts = np.empty(spec.num_experts, np.int32)
-        self._foretold = np.empty(spec.num_experts_per_tok, np.int32)
-        self._logits = np.empty((1, spec.vocab_size), np.float32)
+
+    def _read_with_decoder(self) -> None:
+        """Let the decoder's threads copy what the page cache holds."""
+        for store in (self._store, self._flash_store):
+            if store is not None:
+                store.read_cached = self._decoder.read_cached
+
+    @property
+    def experts(self) -> Pool:
+        """The pool.
+
+        Raises: SpileError after `close`.
+        """
+        if self._pool is None:
+            raise SpileError("this model was closed")
+        return self._pool
 
     @property
     def resident_expert_bytes(self) -> int:
-        return self.experts.num_resident * self.expert_nbytes
+        return 0 if self._pool is None else self._pool.num_resident * self.expert_nbytes
 
     @property
     def kv_room_nbytes(self) -> int:
@@ -168,14 +208,18 @@ class CpuEngine:
                 num_shared=self._options.shared_experts,
                 every=self._options.reselect_every,
             )
-        return CpuState(
+        state = CpuState(
             self._decoder.new_cache(),
             window=window,
             max_chunk=max_chunk,
             layer_is_sliding=spec.layer_is_sliding,
             selection=selection,
             identity=self._state_identity,
+            context=plan.context,
+            on_grow=self._share_room,
         )
+        self._states.add(state)
+        return state
 
     def prefill(
         self, state: State, token_ids: Sequence[int], on_progress: Callable[[int, int], None] | None = None
@@ -201,7 +245,21 @@ class CpuEngine:
         out = np.empty((len(token_ids), self.vocab_size), np.float32)
         return self._read(state, token_ids, out, None)
 
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, `_SCORED_TOGETHER` positions at a time: the pool
+        lends their memory. A streamed head is read again for each such block.
+        """
+        self._read(state, token_ids, self._logits[:0], on_progress, on_logits)
+
     def counters(self) -> Counters:
+        if self._last is not None:
+            return self._last
         nbytes, reads, seconds, stall = 0, 0, 0.0, 0.0
         for store in (self._store, self._rows_store, self._flash_store):
             if store is not None:
@@ -214,27 +272,101 @@ class CpuEngine:
         return Counters(nbytes, reads, seconds, stall, pool.hits, pool.misses, pool.evictions, pool.unwanted)
 
     def resize(self, memory_bytes: int) -> None:
-        plan = self.plan
-        if isinstance(self.experts, MappedExperts) or plan.budget_nbytes is None:
-            raise OptionError("everything is mapped: there is no pool to resize; load with a memory budget")
-        slot_nbytes = self.experts.slot_nbytes
-        wanted = plan.num_slots + (memory_bytes - plan.budget_nbytes) // slot_nbytes
-        if wanted < plan.least_slots:
-            floor = plan.budget_nbytes - (plan.num_slots - plan.least_slots) * slot_nbytes
-            raise BudgetError(
-                f"the pool cannot shrink to {format_size(memory_bytes)}: what else is resident leaves "
-                f"{format_size(floor)} as the least",
-                "Load the model again with the smaller budget: the head can then be streamed too.",
-            )
-        num_slots = min(wanted, plan.most_slots)
-        self.experts.resize(num_slots)
-        experts = num_slots * slot_nbytes
-        self.plan = replace(
-            plan,
-            num_slots=num_slots,
-            budget_nbytes=memory_bytes,
-            parts=replace(plan.parts, experts=experts),
+        plan, now = self.plan, memory_now()
+        outside = max(0, now.process_nbytes - plan.parts.process)  # what this engine holds
+        then = MemoryNow(plan.parts.process, now.available_nbytes + outside, now.limit_nbytes)
+        options = replace(self._options, memory_bytes=memory_bytes)
+        wanted = make_plan(self._model, self._table, options, then)
+        self._check_selection(wanted.num_slots)
+        self._check_states(wanted)
+        self._options = options
+        if plan.is_mapped or wanted.is_mapped:
+            if not (plan.is_mapped and wanted.is_mapped):
+                self._end()
+                self._begin(wanted)
+            self.plan = wanted
+            return
+        wanted = replace(wanted, is_direct=plan.is_direct)
+        shape = plan.prefill_chunk, plan.context, plan.num_head_rows
+        is_other = shape != (wanted.prefill_chunk, wanted.context, wanted.num_head_rows)
+        self.plan, self.context, self.prefill_chunk = wanted, wanted.context, wanted.prefill_chunk
+        self._share_room()  # first, so that there is room for what follows
+        if is_other:
+            try:
+                del self._head, self._decoder
+                trim()
+                self._decoder = self._make_decoder()
+                self._head = self._open_head()
+                self._read_with_decoder()
+            except BaseException:  # half of an engine would answer nothing
+                self.close()
+                raise
+        trim()
+
+    def _check_states(self, plan: Plan) -> None:
+        """Check that a plan has room for what is held now.
+
+        Raises: BudgetError.
+        """
+        longest = max((state.position for state in self._states), default=0)
+        used = self._used_nbytes()
+        has_room = plan.is_mapped or plan.slots_beside(used) >= plan.least_slots or not plan.shared_nbytes
+        if longest <= plan.context and has_room:
+            return
+        raise BudgetError(
+            f"a budget of {format_size(plan.budget_nbytes or 0)} has room for a context of {plan.context:,} tokens, "
+            f"and a conversation of {longest:,} is going on ({format_size(used)} of keys, values and kept prompts)",
+            "Let it end first, or give a larger budget.",
         )
+
+    def hold(self, owner: str, nbytes: int) -> None:
+        if nbytes <= self._held_nbytes.get(owner, 0):
+            self._held_nbytes[owner] = nbytes  # the pool grows with the next token
+            return
+        used = self._used_nbytes() - self._held_nbytes.get(owner, 0) + nbytes
+        plan = self.plan
+        if not plan.is_mapped and plan.slots_beside(used) < plan.least_slots:
+            lacking = used - plan.shared_nbytes - (plan.num_slots - plan.least_slots) * plan.slot_nbytes
+            raise BudgetError(
+                f"{owner} would take {format_size(nbytes)}, and the budget has {format_size(nbytes - lacking)} for it",
+                "Load the model with a larger budget.",
+            )
+        self._held_nbytes[owner] = nbytes
+        self._share_room()
+
+    def _used_nbytes(self, growing: CpuState | None = None, end: int = 0) -> int:
+        """Return the bytes of keys and values, once a state has `end` positions, and of what others hold."""
+        used = sum(self._held_nbytes.values())
+        for state in self._states:
+            if state.cache is not None:
+                grown = self.kv_nbytes(end) if state is growing else 0
+                used += max(state.cache.nbytes, grown)
+        return used
+
+    def _share_room(self, growing: CpuState | None = None, end: int = 0) -> None:
+        """Let the pool have what is set aside for keys, values and kept prompts and not in use: before a state grows
+        to `end` positions, its room is taken from the pool.
+        """
+        plan = self.plan
+        if plan.is_mapped or not plan.shared_nbytes:
+            return
+        num_slots = max(plan.slots_beside(self._used_nbytes(growing, end)), plan.least_slots)
+        if num_slots != self.experts.num_slots:
+            self.experts.resize(num_slots)
+
+    def _check_selection(self, num_slots: int) -> None:
+        """Check that the pool can hold what is selected, so that nothing is read between two selections.
+
+        Raises: OptionError with both numbers.
+        """
+        spec = self._spec
+        needed = self._num_active * sum(map(spec.is_moe, range(spec.num_hidden_layers)))
+        if self._options.reselect_every != 1 and num_slots < needed:
+            raise OptionError(
+                f"a selection of {self._num_active} experts a layer takes {needed:,} slots, and the pool has "
+                f"{num_slots:,}",
+                "Give more memory, fewer --active-experts, or leave out --reselect-every.",
+            )
 
     def lend(self, nbytes: int) -> None:
         self.experts.lend(nbytes)
@@ -246,7 +378,7 @@ class CpuEngine:
         else:
             total = self._spec.num_routed_experts
             reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
-            experts = f"{plan.num_slots:,} of {total:,} experts resident, reads {reads}"
+            experts = f"{self.experts.num_slots:,} of {total:,} experts resident, reads {reads}"
             if plan.num_head_rows < self.vocab_size:
                 experts += f", {1 - plan.num_head_rows / self.vocab_size:.0%} of the head streamed"
             if self._options.shared_experts:
@@ -254,6 +386,9 @@ class CpuEngine:
         if not self.exact:
             experts += f", {self._approximation}"
         budget = f"memory {format_size(plan.budget_nbytes)}: " if plan.budget_nbytes is not None else ""
+        if self._options.memory_bytes is None and not plan.is_mapped and not plan.shared_nbytes:
+            first = plan.parts.total - plan.parts.kv + self.kv_nbytes(min(plan.context, _SHORT_CONTEXT))
+            budget = f"memory {format_size(first)}, {format_size(plan.parts.total)} at a full context: "
         plural = "" if self._threads == 1 else "s"
         return (
             f"{budget}{experts}, KV {self.kv_format.describe(self._spec)}, "
@@ -265,12 +400,25 @@ class CpuEngine:
         if self._closed:
             return
         self._closed = True
+        self._last = self.counters() if self._pool is not None else Counters()
+        for state in list(self._states):
+            state.close()
+        self._end()
+
+    def _end(self) -> None:
+        """Close files and give memory back: what a plan had and the next does not."""
         if self._touch is not None:
             self._touch.close()
+        if self._pool is not None:
+            self._pool.close()
         for store in (self._store, self._rows_store, self._flash_store):
             if store is not None:
                 store.close()
         self._watch.close()
+        self._touch = self._store = self._pool = self._rows = self._rows_store = self._flash_store = None
+        for name in ("_head", "_decoder", "_weights", "_layers"):
+            vars(self).pop(name, None)
+        trim()
 
     def _read(
         self,
@@ -278,12 +426,14 @@ class CpuEngine:
         token_ids: Sequence[int],
         out: NDArray[np.float32],
         on_progress: Callable[[int, int], None] | None,
+        on_logits: OnLogits | None = None,
     ) -> NDArray[np.float32]:
         """Append tokens that were given, with every expert there to choose from."""
         assert isinstance(state, CpuState), "a state of this engine"
         if state.selection is not None:
             state.selection.begin_prompt()
-        return self._append(state, token_ids, out, on_progress)
+            self.experts.release()
+        return self._append(state, token_ids, out, on_progress, on_logits)
 
     def _append(
         self,
@@ -291,22 +441,29 @@ class CpuEngine:
         token_ids: Sequence[int],
         out: NDArray[np.float32],
         on_progress: Callable[[int, int], None] | None,
+        on_logits: OnLogits | None = None,
     ) -> NDArray[np.float32]:
-        """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them."""
+        """Append tokens chunk by chunk; fill out [n, V] with the logits after the last n of them, and hand those
+        after every token to `on_logits`.
+        """
         assert not self._closed, "the engine was closed"
         assert state.cache is not None, "the state was closed"
-        total, num_logits, chunk = len(token_ids), len(out), self.plan.prefill_chunk
+        total, num_logits = len(token_ids), len(out)
+        chunk, context = min(self.prefill_chunk, state.max_chunk), min(self.context, state.context)
         assert total > 0, "no tokens"
-        if state.position + total > self.context:
+        if state.position + total > context:
             raise ContextError(
-                f"{state.position + total:,} tokens do not fit the context of {self.context:,}",
+                f"{state.position + total:,} tokens do not fit the context of {context:,}",
                 "Give a larger --context, or a shorter prompt.",
             )
         for start in range(0, total, chunk):
             self._watch.check()
             end = min(total, start + chunk)
+            self._share_room(state, state.position + end - start)
             state.written = max(state.written, state.position + end - start)
             self._run_layers(state, token_ids[start:end], on_progress, start, total)
+            if on_logits is not None:
+                self._score(start, end, on_logits)
             first_wanted = max(start, total - num_logits)
             if first_wanted < end:
                 at = first_wanted - (total - num_logits)
@@ -314,6 +471,17 @@ class CpuEngine:
                 self._head.logits(self._decoder, out[at : at + end - first_wanted])
             state.cache.position += end - start
         return out
+
+    def _score(self, start: int, end: int, on_logits: OnLogits) -> None:
+        """Hand over the logits after the tokens [start, end) that the layers just ran for, block by block."""
+        most = min(_SCORED_TOGETHER, end - start)
+        self.experts.lend(most * self.vocab_size * 4)
+        block = np.empty((most, self.vocab_size), np.float32)
+        for at in range(start, end, most):
+            count = min(most, end - at)
+            self._decoder.finish(count, end - at - count)
+            self._head.logits(self._decoder, block[:count])
+            on_logits(at, block[:count])
 
     def _run_layers(
         self,
@@ -328,31 +496,35 @@ class CpuEngine:
         assert state.cache is not None, "the state was closed"
         rope = self._rope.rows(state.cache.position, T)
         if self._rows is None:
-            decoder.begin(*self._table, np.array(token_ids, np.int64), rope)
+            decoder.begin(*self._embedding, np.array(token_ids, np.int64), rope)
         else:
             codes, scales, biases, rows = self._rows.read(token_ids)
             addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
             decoder.begin(*addresses, rows, rope)
-            self._policy.step(T)
+        self.experts.step(T)
         for layer in range(num_layers):
             decoder.attend(state.cache, layer)
             if not self._spec.is_moe(layer):
                 decoder.dense(layer)
             else:
+                selected = None
                 if selection is None:
                     num = decoder.route(layer, ids, counts)
                 else:
                     num = decoder.route(layer, ids, counts, selection.allowed(layer))
-                    selection.choose(layer, ids[:num], counts[:num])
+                    selected = selection.choose(layer, ids[:num], counts[:num])
+                if selected is not None:
+                    self.experts.keep(layer, selected)
                 if T == 1 and self.on_decode_route is not None:
                     self.on_decode_route(ids[:num].copy())
                 foretell = self._foretell(layer + 1) if T == 1 and selection is None else None
-                batches = self.experts.fetch(
-                    layer, ids[:num], counts[:num], in_order=T > 1, foretell=foretell
-                )
+                order: Order = "ascending" if T > 1 else "ready"
+                batches = self.experts.fetch(layer, ids[:num], counts[:num], order=order, foretell=foretell)
                 with closing(batches):  # an interrupt between two batches settles the reads in flight
                     for some_ids, places in batches:
                         decoder.experts(layer, some_ids, places)
+                if selected is not None:
+                    self.experts.load(layer, selected)
                 decoder.combine()
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
@@ -370,19 +542,20 @@ class CpuEngine:
 
         return foretell
 
-    def _open_head(self, model: OwnModel, store: Store | None) -> Head | ClusteredHead:
-        num_rows = self.plan.num_head_rows
+    def _open_head(self) -> Head | ClusteredHead:
+        model, store, num_rows = self._model, self._store, self.plan.num_head_rows
         if not self._options.flash_head:
             return Head(model, store, num_rows, self._weights)
         spec = model.spec
         flash = open_flash_head(model.checkpoint, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if store is not None:
+            if self._flash_store is not None:
+                self._flash_store.close()
             self._flash_store = Store(flash.shards, direct=False)
-            self._flash_store.read_cached = self._decoder.read_cached
         return ClusteredHead(model, flash, num_rows, self._weights, store=store, rows_store=self._flash_store)
 
-    def _make_decoder(self, model: OwnModel, activation_bytes: int) -> _core.Decoder:
-        spec, plan = model.spec, self.plan
+    def _make_decoder(self) -> _core.Decoder:
+        spec, plan = self._spec, self.plan
         decoder = make_decoder(
             spec,
             self._isa,
@@ -390,9 +563,9 @@ class CpuEngine:
             context=plan.context,
             max_chunk=plan.prefill_chunk,
             kv=self.kv_format,
-            activation_bytes=activation_bytes,
+            activation_bytes=self._options.activation_bytes,
         )
-        for layer in range(spec.num_hidden_layers):
-            decoder.set_layer(layer, self._weights.layer(layer))
-        decoder.set_final_norm(self._weights.tensor(f"{spec.norm.name}.weight"))
+        for layer, addresses in enumerate(self._layers):
+            decoder.set_layer(layer, addresses)
+        decoder.set_final_norm(self._final_norm)
         return decoder

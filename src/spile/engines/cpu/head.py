@@ -42,9 +42,8 @@ class Head:
             codes, scales, biases = (weights.tensor(tensor.name) for tensor in tensors)
             self._resident: _Addresses = codes, scales, biases
         else:
-            codes, scales, biases = (
-                weights.rows(tensor.name, 0, num_resident) if num_resident else 0 for tensor in tensors
-            )
+            self._rows = [weights.rows(tensor.name, 0, num_resident) for tensor in tensors if num_resident]
+            codes, scales, biases = (rows.ctypes.data for rows in self._rows) if num_resident else (0, 0, 0)
             self._resident = codes, scales, biases
             rooms = [Store.room(extent) for extent in self._extents(0, HEAD_PIECE_ROWS)]
             self._starts = np.cumsum([0, *(room + 4096 for room in rooms)])

@@ -5,7 +5,7 @@ It does not know tokens, nor how a position's bits lie in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +36,17 @@ class CpuState:
         layer_is_sliding: Sequence[bool] = (),
         selection: Selection | None = None,
         identity: Mapping[str, str | int] | None = None,
+        context: int = 2**31,
+        on_grow: Callable[[CpuState, int], None] = lambda state, end: None,
     ) -> None:
-        """`window` is None where no layer slides; `max_chunk` is the decoder's; `selection` is None where
-        every token may have every expert.
+        """`window` is None where no layer slides; `max_chunk` and `context` are the most tokens at a time and in all
+        that its rings are made for; `selection` is None where every token may have every expert; `on_grow` is told
+        of the positions that there will be before what they hold is put back.
         """
         self.cache: _core.KvCache | None = cache
         self.selection = selection
+        self.max_chunk, self.context = max_chunk, context
+        self._on_grow = on_grow
         self.identity: Mapping[str, str | int] = {
             "engine": "cpu",
             "arithmetic": ARITHMETIC,
@@ -109,6 +114,7 @@ class CpuState:
     def write(self, kind: LayerKind, start: int, layers: Iterable[NDArray[np.uint8]]) -> None:
         assert self.cache is not None, "the state was closed"
         for layer, rows in zip(self._layers[kind], layers, strict=True):
+            self._on_grow(self, start + len(rows))
             self.cache.write(layer, start, rows)
 
     def restore(self, position: int, oldest: int) -> None:

@@ -27,7 +27,7 @@ from spile.errors import SpileError
 from spile.residency.experts import ExpertTable
 from spile.residency.forecast import ChunkSeconds
 from spile.residency.kv import KvFormat
-from spile.residency.slots import Batch
+from spile.residency.pool import Batch
 from spile.residency.store import ShardWatch, Store
 
 _LAYERS = 12  # of attention and router: 44 MB of a full-size model

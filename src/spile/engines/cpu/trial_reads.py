@@ -19,8 +19,9 @@ from spile import _core
 from spile.errors import SpileError
 from spile.residency.experts import ExpertTable, Extent
 from spile.residency.mapped import touch_reader, touch_requests
+from spile.residency.pages import Pages
 from spile.residency.policy import NEVER, Policy
-from spile.residency.slots import Batch, Slots
+from spile.residency.pool import Batch, Pool
 from spile.residency.store import PAGE_NBYTES, Store, aligned_buffer
 
 _STREAM_SECONDS = 0.3
@@ -80,7 +81,7 @@ class PoolFetch:
         """`foretell` takes the time of foretelling a layer's experts."""
         self._foretell, self._is_direct = foretell, store.is_direct
         self._policy = _LeastRecent(table.num_layers, table.num_experts)
-        self.slots = Slots(table, store, self._policy, num_slots)
+        self.slots = Pool(Pages(table), store, self._policy, num_slots)
         self._num_layers, self._num_experts = num_layers, table.num_experts
         self._moe = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
         self._index = 0
@@ -101,7 +102,7 @@ class PoolFetch:
     def __call__(self, layer: int, ids: NDArray[np.int32], counts: NDArray[np.int32]) -> Iterator[Batch]:
         if self.in_order:
             at = self._moe[self._index % len(self._moe)]  # a layer that the one before was not
-            yield from self.slots.fetch(at, ids, counts, in_order=True)
+            yield from self.slots.fetch(at, ids, counts, order="ascending")
             return
         foretell = None
         if self.is_half:
@@ -110,7 +111,7 @@ class PoolFetch:
             foretell = partial(self._guess, layer + 1, len(ids))
         wanted = np.sort(self._wanted[layer][: len(ids)])
         for some, places in self.slots.fetch(
-            self._moe[layer % len(self._moe)], wanted, counts, in_order=False, foretell=foretell
+            self._moe[layer % len(self._moe)], wanted, counts, order="ready", foretell=foretell
         ):
             yield ids[np.searchsorted(wanted, some)], places
 

@@ -73,13 +73,13 @@ class Weights:
             return self.shard_addresses[tensor.shard] + tensor.offset
         return self._keep(self._model.checkpoint.read(name))
 
-    def rows(self, name: str, first: int, count: int) -> int:
-        """Return the address of a private copy of some rows of a tensor. Touches disk."""
+    def rows(self, name: str, first: int, count: int) -> NDArray[np.uint8]:
+        """Return a private copy of some rows of a tensor, the caller's to keep alive. Touches disk."""
         tensor = self._model.checkpoint.tensors[name]
         nbytes = tensor.nbytes // tensor.shape[0]
         data = np.empty(count * nbytes, np.uint8)
         read_into(self._model.checkpoint.shards[tensor.shard], tensor.offset + first * nbytes, data)
-        return self._keep(data)
+        return data
 
     def _alpha(self, weight: Weight) -> int:
         if self._maps and weight.format == TERNARY:

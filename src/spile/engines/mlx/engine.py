@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.architectures import find_model_type
-from spile.engines.base import Counters, State
+from spile.engines.base import Counters, OnLogits, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
 from spile.engines.mlx.plan import MlxPlan
@@ -50,6 +50,7 @@ class MlxEngine:
         self.exact = not options.flash_head
         self._approximation: str | None = None
         self._closed = False
+        self._held_nbytes: dict[str, int] = {}
         self._model = adapter.load_lazily(checkpoint)
         if options.activation_bytes == 3:
             self._model.model.activation_dtype = mx.float32
@@ -167,11 +168,37 @@ class MlxEngine:
             out[start:end] = self._numpy(logits[0], state)
         return out
 
+    def score(
+        self,
+        state: State,
+        token_ids: Sequence[int],
+        on_logits: OnLogits,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Append T tokens and hand over the logits after each, a chunk's at a time: mlx-lm's models compute those
+        of a whole chunk.
+        """
+        assert isinstance(state, MlxState), "a state of this engine"
+        self._begin(state, len(token_ids))
+        for start, end, logits in self._chunks(state, token_ids):
+            on_logits(start, self._numpy(logits[0], state))
+            if on_progress is not None:
+                on_progress(end, len(token_ids))
+
     def counters(self) -> Counters:
         return self._streaming.counters()
 
     def resize(self, memory_bytes: int) -> None:
-        self._streaming.resize(memory_bytes)
+        self._streaming.resize(memory_bytes - sum(self._held_nbytes.values()))
+
+    def hold(self, owner: str, nbytes: int) -> None:
+        """Leave bytes to somebody else. What prompts take is set aside for good."""
+        budget = self.plan.budget_nbytes
+        if owner == "prompts" or budget is None or self.plan.is_resident:
+            return
+        more = nbytes - self._held_nbytes.get(owner, 0)
+        self._streaming.resize(budget - more)
+        self._held_nbytes[owner] = nbytes
 
     def lend(self, nbytes: int) -> None:
         """Shrink the pool until the next token."""
@@ -200,7 +227,6 @@ class MlxEngine:
                 f"{state.position + num_tokens:,} tokens do not fit the context of {self.context:,}",
                 "Give a larger --context, or a shorter prompt.",
             )
-        self._streaming.take_back()
 
     def _chunks(self, state: MlxState, token_ids: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
         """Append tokens chunk by chunk; yield where each begins and ends in `token_ids`, and its lazy logits.
@@ -216,10 +242,10 @@ class MlxEngine:
     def _forward(self, state: MlxState, token_ids: Sequence[int]) -> Any:
         try:
             logits = self._model(mx.array([list(token_ids)]), cache=state.caches)
+            state.advance(len(token_ids))
         except BaseException:
             state.spoil()
             raise
-        state.advance(len(token_ids))
         return logits
 
     def _numpy(self, logits: Any, state: MlxState) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ Sizes: D width, K experts chosen by a token, N rows (tokens times K), E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.engines.mlx import adapter
+from spile.engines.mlx.banks import Bank
 from spile.engines.mlx.experts import ExpertLayer
-from spile.engines.mlx.pool import Pool
 from spile.errors import SpileError
+from spile.residency.pool import Order, Pool
 
 SORTED_ROWS = 64  # from so many rows on mlx-lm sorts them by expert (switch_layers.py, 0.32.2)
 _TILED_ROWS, _TILED_SHARE = 16, 4  # least rows of the tiled kernel, and least rows an expert
@@ -48,24 +49,50 @@ class StreamedExperts(nn.Module):
     def layer(self) -> ExpertLayer:
         return self._layer  # type: ignore[no-any-return]
 
-    def attach(self, pool: Pool) -> None:
-        """Take experts from a pool from now on."""
+    def attach(self, pool: Pool, bank: Bank) -> None:
+        """Take experts from a pool, whose room is the bank, from now on."""
         object.__setattr__(self, "_pool", pool)
-        self.use_banks()
+        object.__setattr__(self, "_bank", bank)
+        bank.on_resize.append(self._leave_bank)
+        self._leave_bank()  # nor hold the layer's own arrays any longer
 
     def detach(self) -> None:
         """Say that the pool is gone: from now on a call is an error."""
         object.__setattr__(self, "_closed", True)
 
-    def use_banks(self, num_rows: int | None = None) -> None:
-        """Let the projections read the banks, as arrays of so many rows; None: as many as there are experts."""
-        bank = self._pool.bank(self._layer.index)
-        for index, part in enumerate(bank.layout):
+    def _leave_bank(self) -> None:
+        """Forget the bank's arrays, and where they have the experts."""
+        object.__setattr__(self, "_num_rows", None)
+        object.__setattr__(self, "_table", None)
+        self._set_weights(lambda part: None)
+
+    def _use_bank(self, num_rows: int | None = None) -> None:
+        """Let the projections read the bank, as arrays of so many rows; None: as many as there are experts."""
+        num_rows = num_rows or self._layer.num_experts
+        if num_rows != self._num_rows:
+            object.__setattr__(self, "_num_rows", None)  # until all have it
+            self._set_weights(lambda part: self._bank.view(part, num_rows))
+            object.__setattr__(self, "_num_rows", num_rows)
+
+    def _set_weights(self, array_of: Callable[[int], Any]) -> None:
+        for index, part in enumerate(self._layer.layout):
             *path, name = part.name.split(".")
             module = self._inner
             for step in path:
                 module = module[step]
-            module[name] = bank.view(index, num_rows or self._layer.num_experts)
+            module[name] = array_of(index)
+
+    def _slot_table(self) -> Any | None:
+        """Return the slot of each expert, uint32 [E], once all are there for good; None where the pool is smaller
+        than the model. Reads the whole layer the first time.
+        """
+        if self._table is None and self._pool.may_hold_all:
+            experts = np.arange(self._layer.num_experts, dtype=np.int32)
+            self._pool.load(self._layer.index, experts)
+            table = mx.array(self._pool.slots_of(self._layer.index, experts).astype(np.uint32))
+            mx.eval(table)
+            object.__setattr__(self, "_table", table)
+        return self._table
 
     def __call__(self, x: Any, indices: Any) -> Any:
         """Return each chosen expert's output, [..., K, D], for x [..., D] and ids [..., K]."""
@@ -75,24 +102,27 @@ class StreamedExperts(nn.Module):
             raise SpileError("the experts of this model are streamed no more: its streaming was closed")
         if pool is None:  # a pass that only asks for shapes
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
-        pool.step(layer, indices.size // indices.shape[-1])
-        table = pool.table(layer)
+        if layer == 0:
+            pool.step(indices.size // indices.shape[-1])
+        table = self._slot_table()
         if table is not None:
-            pool.count_hits(min(indices.size, self._layer.num_experts))
+            pool.hits += min(indices.size, self._layer.num_experts)
             return self._whole(x, indices, table[indices])
-        ids = pool.settle(indices)
+        ids = self._bank.settle(indices)
         experts, counts = np.unique(ids, return_counts=True)
-        groups = pool.fetch(layer, experts, counts.astype(np.int32), split=ids.size < SORTED_ROWS)
+        order: Order = "together" if ids.size >= SORTED_ROWS else "ready"
+        groups = pool.fetch(layer, experts.astype(np.int32), counts.astype(np.int32), order=order)
         with closing(groups):
-            first = next(groups)
+            first, _ = next(groups)
             if len(first) == len(experts):
-                y = self._whole(x, indices, mx.array(pool.slots_of(layer, ids)))
-                pool.add_pending(y)
+                y = self._whole(x, indices, mx.array(pool.slots_of(layer, ids).astype(np.uint32)))
+                self._bank.add_pending(y)
                 return y
             return self._in_groups(x, ids, first, groups)
 
     def _whole(self, x: Any, indices: Any, slots: Any) -> Any:
         """Compute all rows at once, step by step as mlx-lm does."""
+        self._use_bank()
         x = mx.expand_dims(x, (-2, -3))
         if indices.size < SORTED_ROWS:
             return self._compute(x, slots, False).squeeze(-2)
@@ -112,25 +142,20 @@ class StreamedExperts(nn.Module):
         x = x.reshape(-1, 1, x.shape[-1])
         rows: list[NDArray[np.int64]] = []
         results = []
-        try:
-            while True:
-                mine = order[np.isin(flat[order], group)]
-                padded = mine
-                if is_tiled:
-                    padded = np.append(mine, np.repeat(mine[-1:], max(0, _TILED_ROWS - len(mine))))
-                    self.use_banks(len(padded) // _TILED_SHARE)
-                slots = mx.array(self._pool.slots_of(self._layer.index, flat[padded]))
-                y = self._compute(x[mx.array(padded // K)], slots, do_sort)[: len(mine)]
-                self._pool.add_pending(y)
-                rows.append(mine)
-                results.append(y)
-                if sum(map(len, rows)) == flat.size:
-                    break
-                mx.async_eval(y)
-                group = next(groups)
-        finally:
+        while True:
+            mine = padded = order[np.isin(flat[order], group)]
             if is_tiled:
-                self.use_banks()
+                padded = np.append(mine, np.repeat(mine[-1:], max(0, _TILED_ROWS - len(mine))))
+            self._use_bank(len(padded) // _TILED_SHARE if is_tiled else None)
+            slots = mx.array(self._pool.slots_of(self._layer.index, flat[padded]).astype(np.uint32))
+            y = self._compute(x[mx.array(padded // K)], slots, do_sort)[: len(mine)]
+            self._bank.add_pending(y)
+            rows.append(mine)
+            results.append(y)
+            if sum(map(len, rows)) == flat.size:
+                break
+            mx.async_eval(y)
+            group, _ = next(groups)
         order = np.argsort(np.concatenate(rows))
         y = mx.concatenate(results)[mx.array(order)]
         return mx.unflatten(y, 0, ids.shape).squeeze(-2)

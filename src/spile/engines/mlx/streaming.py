@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from spile.engines.base import Counters
 from spile.engines.mlx.adapter import load_lazily
-from spile.engines.mlx.experts import ExpertLayer, find_experts, shard_loader
+from spile.engines.mlx.banks import Bank
+from spile.engines.mlx.experts import ExpertLayer, Layout, find_experts, shard_loader
 from spile.engines.mlx.layers import put_back, replace_switches
 from spile.engines.mlx.plan import MlxPlan, make_plan, resized
-from spile.engines.mlx.pool import Pool
 from spile.engines.mlx.provenance import dtype_of
 from spile.errors import OptionError, ReadError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import trim
 from spile.options import EngineOptions
 from spile.residency.policy import Policy
+from spile.residency.pool import Pool
 from spile.residency.store import Store
-from spile.sizes import format_size, parse_size
+from spile.sizes import format_size, parse_budget
 
 
 class Streaming:
@@ -50,8 +52,7 @@ class Streaming:
         _check_dtypes(layers)
         check_experts(layers, options, num_chosen)
         self._store: Store | None = None
-        self._pool: Pool | None = None
-        self._is_lent = False
+        self._pools: dict[Layout, Pool] = {}
         self._layers = replace_switches(model, layers)
         try:
             self.plan = make_plan(
@@ -68,10 +69,9 @@ class Streaming:
                 self._layers = []
             else:
                 self._store = Store(checkpoint.shards, direct=False)
-                policy = Policy(len(layers), max(layer.num_experts for layer in layers))
-                self._pool = Pool(layers, self._store, policy, self.plan.slots, options.shared_experts)
-                for layer in self._layers:
-                    layer.attach(self._pool)
+                self._pools = self._make_pools(layers)
+                for one in layers:
+                    self._pools[one.layout].pin(one.index, np.arange(options.shared_experts, dtype=np.int32))
             _read_weights(model)
         except BaseException:
             put_back(model, self._layers)
@@ -86,7 +86,7 @@ class Streaming:
         from spile.files.hub import resolve
 
         opened = open_model(open_checkpoint(resolve(path)))
-        nbytes = parse_size(memory, name="memory") if isinstance(memory, str) else memory
+        nbytes = parse_budget(memory) if isinstance(memory, str) else memory
         return cls(
             model,
             opened.checkpoint,
@@ -98,16 +98,18 @@ class Streaming:
     @property
     def resident_expert_bytes(self) -> int:
         """Bytes of experts in memory now."""
-        return self.plan.parts.experts if self._pool is None else self._pool.resident_nbytes
+        if not self._pools:
+            return self.plan.parts.experts
+        return sum(pool.num_resident * pool.slot_nbytes for pool in self._pools.values())
 
     def counters(self) -> Counters:
         """Say what was read and found so far."""
-        if self._store is None or self._pool is None:
+        if self._store is None:
             return Counters()
         nbytes, reads, seconds = self._store.counters()
-        pool = self._pool
+        counts = [(pool.hits, pool.misses, pool.evictions) for pool in self._pools.values()]
         return Counters(
-            nbytes, reads, seconds, self._store.stall_seconds, pool.hits, pool.misses, pool.evictions
+            nbytes, reads, seconds, self._store.stall_seconds, *map(sum, zip(*counts, strict=True))
         )
 
     def summary(self) -> str:
@@ -125,47 +127,45 @@ class Streaming:
 
         Raises: BudgetError below the least, OptionError where there is no pool.
         """
-        if self._pool is None:
+        if not self._pools:
             raise OptionError(
                 "every expert is resident: there is no pool to resize; load with a memory budget"
             )
         self.plan = resized(self.plan, memory_bytes)
-        self._resize(self.plan.slots)
+        for layout, pool in self._pools.items():
+            pool.resize(self.plan.slots[layout])
         self._set_limits()
+        trim()
 
     def lend(self, nbytes: int) -> None:
-        """Shrink the pool by so many bytes until `take_back`."""
-        if self._pool is None:
-            return
-        whole = max(1, self.plan.parts.experts)
-        share = max(0, whole - nbytes) / whole
-        self._resize({layout: max(1, int(count * share)) for layout, count in self.plan.slots.items()})
-        self._is_lent = True
-
-    def take_back(self) -> None:
-        """Let the pool be as large as planned again."""
-        if self._is_lent:
-            self._resize(self.plan.slots)
-            self._is_lent = False
+        """Give so many bytes of the pools back to the system until the next token."""
+        for layout, pool in self._pools.items():
+            share = self.plan.slots[layout] * pool.slot_nbytes / max(1, self.plan.parts.experts)
+            pool.lend(int(nbytes * share))
+        trim()
 
     def close(self) -> None:
         """Stop reading. The model cannot compute after that. May be called twice."""
+        for pool in self._pools.values():
+            pool.close()
         if self._store is not None:
             self._store.close()
         for layer in self._layers:
             layer.detach()
-        if self._pool is not None:
-            self._pool.close()
-        self._pool, self._store, self._layers = None, None, []
+        self._pools, self._store, self._layers = {}, None, []
         mx.clear_cache()
 
-    def _resize(self, slots: dict[Any, int]) -> None:
-        assert self._pool is not None, "nothing is streamed"
-        self._pool.resize(slots)
-        for layer in self._layers:
-            layer.use_banks()
-        mx.clear_cache()
-        trim()
+    def _make_pools(self, layers: Sequence[ExpertLayer]) -> dict[Layout, Pool]:
+        """Make a pool for each layout, all with one policy and one store."""
+        num_experts = max(layer.num_experts for layer in layers)
+        policy, pools = Policy(len(layers), num_experts), {}
+        for layout, num_slots in self.plan.slots.items():
+            bank = Bank([layer for layer in layers if layer.layout == layout], num_experts)
+            pools[layout] = Pool(bank, self._store, policy, num_slots)
+            for streamed in self._layers:
+                if streamed.layer.layout == layout:
+                    streamed.attach(pools[layout], bank)
+        return pools
 
     def _set_limits(self) -> None:
         """Tell MLX what the plan gives it: of freed buffers to keep, of memory in all, and of wired memory."""
