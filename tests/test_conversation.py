@@ -139,5 +139,5 @@ def test_file_that_is_too_long_is_not_read_to_its_end(
 ) -> None:
     monkeypatch.setattr("spile.console.conversation._LONGEST_FILE_NBYTES", 10)
     talk(1).save(tmp_path / "talk.json")
-    with pytest.raises(TextError, match="is longer than the 10 bytes"):
+    with pytest.raises(TextError, match="is larger than the 10 such"):
         Conversation().load(tmp_path / "talk.json")

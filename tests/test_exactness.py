@@ -134,10 +134,16 @@ def test_instruction_sets_change_no_bit(
 
 @pytest.mark.parametrize("name", ["tails", "long"])
 @pytest.mark.parametrize(("kv_bits", "kv_v_bits"), [(32, 32), (8, 8), (8, 4), (4, 8)])
+@pytest.mark.parametrize("kv_ring_bits", [None, 8, 4])
 def test_instruction_sets_change_no_bit_of_quantized_keys_and_values(
-    kv_bits: int, kv_v_bits: int, name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kv_bits: int,
+    kv_v_bits: int,
+    kv_ring_bits: int | None,
+    name: str,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    common = {"kv_bits": kv_bits, "kv_v_bits": kv_v_bits}
+    common = {"kv_bits": kv_bits, "kv_v_bits": kv_v_bits, "kv_ring_bits": kv_ring_bits}
     wanted = run(folders[name], **common)
     for (i, isa), chunk in itertools.product(enumerate(_core.isas()), (17, 129)):
         monkeypatch.setenv("SPILE_ISA", isa)
@@ -178,7 +184,16 @@ def test_router_ties_go_to_the_lower_experts(folders: dict[str, Path], tmp_path:
     assert np.abs(found - Reference(tmp_path / "ties").logits(ids)).max() < 1e-4
 
 
-@pytest.mark.parametrize("kv", [{}, {"kv_bits": 8}, {"kv_bits": 8, "kv_v_bits": 4}, {"kv_bits": 4}])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        {},
+        {"kv_bits": 8},
+        {"kv_bits": 8, "kv_v_bits": 4},
+        {"kv_bits": 4, "kv_ring_bits": 4},
+        {"kv_ring_bits": 8},
+    ],
+)
 def test_prompt_of_five_windows_is_the_same_in_any_chunk(
     kv: dict[str, int], folders: dict[str, Path]
 ) -> None:

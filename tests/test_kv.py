@@ -51,8 +51,8 @@ def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 192])
 def test_formula_is_what_the_core_allocates(head_dim: int, tiny_checkpoint: Callable[..., Path]) -> None:
     folder = tiny_checkpoint(head_dim=head_dim, num_hidden_layers=2, full_attention_interval=2)
-    for bits in [*FORMATS, (16, 4), (4, 32)]:
-        engine = opened(folder, bits, prefill_chunk=33)
+    for bits, rings in [*((bits, None) for bits in FORMATS), ((16, 4), 8), ((4, 32), 4), ((8, 8), 32)]:
+        engine = opened(folder, bits, prefill_chunk=33, kv_ring_bits=rings)
         config: ModelSpec = engine._spec
         state = engine.new_state()
         for num in (1, 127, 1, 250):
@@ -60,7 +60,9 @@ def test_formula_is_what_the_core_allocates(head_dim: int, tiny_checkpoint: Call
             assert state.cache is not None
             assert state.cache.nbytes == engine.kv_nbytes(state.position)
         for layer, is_sliding in enumerate(config.layer_is_sliding):
-            wanted = kv_position_nbytes(config, KvFormat(*bits), is_sliding=is_sliding)
+            wanted = kv_position_nbytes(
+                config, KvFormat(*bits, rings or max(16, *bits)), is_sliding=is_sliding
+            )
             assert state.cache.nbytes_per_position(layer) == wanted
         engine.close()
 
@@ -69,12 +71,12 @@ def test_bytes_of_a_position_worked_out_by_hand(golden: Path) -> None:
     """Heads of 64, two of them: keys and values of 64 dimensions, and four bytes a group of 64."""
     config = open_own(open_checkpoint(golden / "mlx-2bit")).spec
     by_hand = {
-        (32, 32): (2 * (256 + 256),) * 2,
-        (16, 16): (2 * (128 + 128),) * 2,
-        (8, 8): (2 * (68 + 68),) * 2,
-        (8, 4): (2 * (68 + 36), 2 * (68 + 68)),
-        (4, 4): (2 * (36 + 36), 2 * (68 + 68)),
-        (16, 4): (2 * (128 + 36), 2 * (128 + 68)),
+        (32, 32, 32): (2 * (256 + 256),) * 2,
+        (16, 16, 16): (2 * (128 + 128),) * 2,
+        (8, 8, 16): (2 * (68 + 68), 2 * (128 + 128)),
+        (8, 4, 8): (2 * (68 + 36), 2 * (68 + 68)),
+        (4, 4, 4): (2 * (36 + 36),) * 2,
+        (16, 4, 32): (2 * (128 + 36), 2 * (256 + 256)),
     }
     for bits, (full, sliding) in by_hand.items():
         assert kv_position_nbytes(config, KvFormat(*bits), is_sliding=False) == full
@@ -91,9 +93,9 @@ def test_plan_and_summary_follow_the_bits_and_never_the_budget(golden: Path) -> 
     for bits, words in (
         ((32, 32), "KV float32,"),
         ((16, 16), "KV FP16,"),
-        ((8, 8), "KV 8-bit in groups of 64,"),
-        ((8, 4), "KV 8-bit keys and 4-bit values in groups of 64, 8 bits at least in sliding layers,"),
-        ((4, 4), "KV 4-bit in groups of 64, 8 bits at least in sliding layers,"),
+        ((8, 8), "KV 8-bit in groups of 64, FP16 in sliding layers,"),
+        ((8, 4), "KV 8-bit keys and 4-bit values in groups of 64, FP16 in sliding layers,"),
+        ((4, 4), "KV 4-bit in groups of 64, FP16 in sliding layers,"),
     ):
         engine, small = (
             opened(golden / "mlx-2bit", bits, context=256),
@@ -107,6 +109,10 @@ def test_plan_and_summary_follow_the_bits_and_never_the_budget(golden: Path) -> 
         small.close()
     assert rooms == sorted(rooms, reverse=True)
     assert len(set(rooms)) == len(rooms)
+    engine = opened(golden / "mlx-2bit", (16, 16), kv_ring_bits=4, context=256)
+    assert "KV FP16, 4-bit in groups of 64 in sliding layers," in engine.summary()
+    assert engine.kv_room_nbytes < rooms[1]
+    engine.close()
 
 
 def test_cache_grows_by_blocks_and_a_ring_stops(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -175,7 +181,7 @@ def test_stored_entries_are_within_half_a_step(
 
 @pytest.mark.parametrize("bits", [*FORMATS, (16, 4), (4, 16)])
 def test_positions_can_be_taken_out_and_put_back(bits: tuple[int, int], golden: Path) -> None:
-    engine = opened(golden / "mlx-2bit", bits, prefill_chunk=32)
+    engine = opened(golden / "mlx-2bit", bits, kv_ring_bits=min(bits), prefill_chunk=32)
     one, other = engine.new_state(), engine.new_state()
     ids = ids_of(engine, 150)
     engine.prefill(one, ids)
@@ -239,23 +245,29 @@ def test_cache_refuses_what_it_cannot_hold(golden: Path) -> None:
 
 
 def test_perplexity_of_held_out_text_is_ordered_and_bounded() -> None:
-    """Of the demo model, on text that it was not trained on. The divergence from float32 orders formats that
-    perplexity, whose differences go either way, cannot.
+    """Of the demo model, on text that it was not trained on. The divergence from float32 at the median position orders
+    formats that perplexity, whose differences go either way, cannot; nor can the mean, since one position whose router
+    chooses another expert at 16 bits outweighs the 8 bits of all others.
     """
     with spile.load(DEMO_FOLDER) as model:
         ids = list(model.tokenizer.encode(HELD_OUT.read_text()))
     exact, divergences, perplexities = None, [], []
+    medians: list[float] = []
     for bits in FORMATS:
-        engine = opened(DEMO_FOLDER, bits)
+        engine = opened(DEMO_FOLDER, bits, activation_bytes=3)  # two bytes are as far off as 8-bit keys
         rows = log_probabilities(engine.logits(engine.new_state(), ids))
         engine.close()
         exact = rows if exact is None else exact
-        divergences.append(float((np.exp(exact) * (exact - rows)).sum(-1).mean()))
+        each = (np.exp(exact) * (exact - rows)).sum(-1)
+        divergences.append(float(each.mean()))
+        medians.append(float(np.median(each)))
         perplexities.append(float(np.exp(-rows[np.arange(len(ids) - 1), ids[1:]].mean())))
-        print(f"{bits}: perplexity {perplexities[-1]:.4f}, divergence {divergences[-1]:.2e}")
-    assert divergences == sorted(divergences)
-    for found, most in zip(divergences, (0.0, 5e-5, 4e-4, 6e-4, 8e-4), strict=True):
-        assert found <= most  # measured 1e-5, 1e-4, 2e-4, 2e-4
+        print(
+            f"{bits}: perplexity {perplexities[-1]:.4f}, divergence {divergences[-1]:.2e}, {medians[-1]:.2e}"
+        )
+    assert medians == sorted(set(medians))
+    for found, most in zip(divergences, (0.0, 5e-5, 6e-5, 2e-4, 3e-4), strict=True):
+        assert found <= most  # measured 2e-5, 2e-5, 9e-5, 2e-4
     for found, most in zip(perplexities, (0, 1e-4, 2e-3, 4e-3, 4e-3), strict=True):
         assert abs(found / perplexities[0] - 1) <= most
 
@@ -270,8 +282,35 @@ def test_logit_error_on_the_golden_model_is_ordered_and_bounded(golden: Path) ->
         engine.close()
         print(f"{bits}: mean logit error {errors[-1]:.1e}")
     assert errors == sorted(errors)
-    for found, most in zip(errors, (1e-5, 3e-3, 0.25, 0.3, 0.35), strict=True):
-        assert found <= most  # measured 2e-6, 1e-3, 0.15, 0.17, 0.19; logits have a standard deviation of 2.3
+    for found, most in zip(errors, (1e-5, 3e-3, 1e-2, 0.1, 0.15), strict=True):
+        assert found <= most  # measured 2e-6, 1e-3, 4e-3, 0.05, 0.08; logits have a standard deviation of 2.3
+
+
+@pytest.mark.parametrize("name", ["golden", "groups", "random", "demo"])
+def test_error_against_32_bits_is_ordered_on_every_model_and_rings_of_fewer_bits_are_worse(
+    name: str, golden: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Root mean square over all logits at 800 positions, most of them behind several windows."""
+    folder = {
+        "golden": lambda: golden / "mlx-2bit",
+        "groups": lambda: tiny_checkpoint(seed=1, group_scales=True, full_attention_interval=2),
+        "random": lambda: tiny_checkpoint(seed=2),
+        "demo": lambda: DEMO_FOLDER,
+    }[name]()
+
+    def logits(bits: tuple[int, int], rings: int | None = None) -> NDArray[np.float64]:
+        engine = opened(folder, bits, kv_ring_bits=rings, activation_bytes=3, context=200)
+        rows = [engine.logits(engine.new_state(), ids_of(engine, 200, seed)) for seed in range(4)]
+        engine.close()
+        return np.concatenate(rows).astype(np.float64)
+
+    exact = logits((32, 32))
+    errors = [float(np.sqrt(((logits(bits) - exact) ** 2).mean())) for bits in FORMATS[1:]]
+    rings = [float(np.sqrt(((logits((8, 8), bits) - exact) ** 2).mean())) for bits in (8, 4)]
+    print(f"{name}: {', '.join(f'{error:.2g}' for error in errors)}; 8/8 with rings of 8 and 4 {rings}")
+    assert errors[0] > 0
+    assert errors == sorted(set(errors))
+    assert errors[1] < rings[0] < rings[1]
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
@@ -294,7 +333,7 @@ def test_prompt_shorter_or_longer_than_the_window_gives_the_same_64_tokens_in_an
 ) -> None:
     written = []
     for chunk in (8, 16, 17, 64, None):
-        engine = opened(golden / "mlx-2bit", bits, prefill_chunk=chunk)
+        engine = opened(golden / "mlx-2bit", bits, kv_ring_bits=min(bits), prefill_chunk=chunk)
         state = engine.new_state()
         row, ids = engine.prefill(state, ids_of(engine, num_tokens)), []
         for _ in range(64):
@@ -331,6 +370,7 @@ def test_rewound_state_forgets_quantized_positions(golden: Path) -> None:
         ({"kv_v_bits": 12}, "kv_v_bits is 12: it must be one of 32, 16, 8, 4"),
         ({"kv_bits": 8.0}, "kv_bits is 8.0"),
         ({"kv_v_bits": True}, "kv_v_bits is True"),
+        ({"kv_ring_bits": 2}, "kv_ring_bits is 2: it must be one of 32, 16, 8, 4"),
     ],
 )
 def test_bits_that_do_not_exist_are_refused(options: dict[str, Any], words: str) -> None:
@@ -343,6 +383,8 @@ def test_heads_that_no_group_divides_are_refused_by_name(tiny_checkpoint: Callab
     for bits, name in (((8, 16), "kv_bits is 8"), ((16, 4), "kv_v_bits is 4")):
         with pytest.raises(OptionError, match=f"{name}: this model's heads have 24 dimensions"):
             opened(folder, bits)
+    with pytest.raises(OptionError, match="kv_ring_bits is 8: this model's heads have 24 dimensions"):
+        opened(folder, kv_ring_bits=8)
     opened(folder, (16, 32)).close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -21,10 +22,12 @@ pytest.importorskip("mlx_lm", exc_type=ImportError)
 
 import spile
 from mlx_architectures import Quantization, write_tiny
+from spile.architectures import open_model
 from spile.architectures.foreign import foreign_types, open_foreign
+from spile.architectures.maple import parse_config
 from spile.engines import open_engine
 from spile.engines.mlx import adapter
-from spile.engines.mlx.engine import MlxEngine
+from spile.engines.mlx.engine import MlxEngine, products_per_token
 from spile.errors import (
     BudgetError,
     CheckpointError,
@@ -35,6 +38,7 @@ from spile.errors import (
 )
 from spile.files.checkpoint import open_checkpoint
 from spile.options import EngineOptions
+from spile.sizes import format_size
 
 IDS = np.random.default_rng(5).integers(0, 128, 150).tolist()
 
@@ -50,6 +54,36 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / name
 
     return folder
+
+
+def test_the_summary_names_what_will_be_used_not_what_is_free(folders: Callable[[str], Path]) -> None:
+    for options in ({"slots": 4}, {"flash_moe": True}, {"active_experts": 3}):
+        engine = opened(folders("qwen3_moe"), **options)
+        assert engine.plan.budget_nbytes == engine.plan.parts.total
+        assert engine.summary().startswith(f"memory {format_size(engine.plan.parts.total)}: ")
+        engine.close()
+    engine = opened(folders("qwen3_moe"), memory_bytes=2 * 10**9, slots=4)
+    assert engine.summary().startswith("memory 2.00 GB: ")
+    engine.close()
+
+
+def test_a_maple_that_is_hopeless_without_a_gpu_says_so_with_the_figure_and_what_to_do(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = dataclasses.replace(
+        parse_config(json.loads((golden / "mlx-2bit" / "config.json").read_text())),
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+        num_experts_per_tok=8, moe_intermediate_size=512, first_k_dense_replace=0, vocab_size=151936,
+    )  # fmt: skip
+    assert products_per_token(large) == 1_166_802_944  # worked out by hand: 251.7 + 604.0 + 311.2 M
+    for slow, words in ((False, ()), (True, ("CPU backend", "about 0.02 tokens a second", "--engine cpu"))):
+        if slow:
+            monkeypatch.setattr("spile.engines.mlx.engine.parse_config", lambda config: large)
+        engine = open_engine(open_model(open_checkpoint(golden / "mlx-2bit")), EngineOptions(engine="mlx"))
+        notes = " ".join(engine.notes)
+        assert all(word in notes for word in words)
+        assert ("tokens a second" in notes) == slow
+        engine.close()
 
 
 def opened(folder: Path, **options: Any) -> MlxEngine:
@@ -253,6 +287,7 @@ def test_every_dtype_generates_or_is_refused_in_one_line(
             assert len(model.generate([1, 2, 3], max_tokens=4, temperature=0.0).token_ids) == 4
 
 
+@pytest.mark.filterwarnings("ignore:.*no end token")
 def test_load_streams_a_foreign_model_and_says_so(folders: Callable[[str], Path]) -> None:
     answers = []
     for options in ({}, {"active_experts": 2, "flash_moe": True}):
@@ -267,6 +302,7 @@ def test_load_streams_a_foreign_model_and_says_so(folders: Callable[[str], Path]
     assert answers[0] == answers[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*no end token")
 def test_pauses_change_nothing(folders: Callable[[str], Path]) -> None:
     with spile.load(folders("olmoe"), prefill_chunk=32, active_experts=2) as model:
         whole = model.generate(IDS, max_tokens=8, temperature=0.0, logprobs=1)

@@ -148,10 +148,11 @@ def test_caches_take_what_the_formula_says(
         each = [D * b // 8 + 2 * itemsize if b < 16 else D * itemsize for b in (key_bits, value_bits)]
         return SHAPE.num_key_value_heads * sum(each)
 
-    engine = opened(folders[0], bits, activation_bytes=activation_bytes, prefill_chunk=32)
+    rings = min(bits) if max(bits) < 16 else None
+    engine = opened(folders[0], bits, kv_ring_bits=rings, activation_bytes=activation_bytes, prefill_chunk=32)
     state = engine.new_state()
     engine.read(state, IDS)
-    full, ring = position(*bits), position(*(max(b, 8) for b in bits))
+    full, ring = position(*bits), position(*(2 * [rings or 16]))
     held = [cache.nbytes for cache in state.caches]
     last_chunk = 70 % 32
     assert held == 2 * [ring * (SHAPE.sliding_window - 1 + last_chunk), full * 256]
@@ -173,9 +174,11 @@ def test_the_plan_counts_the_copy_that_attention_reads(folders: list[Path]) -> N
 
 def test_what_is_kept_is_said(folders: list[Path]) -> None:
     engine = opened(folders[0], (8, 4))
-    assert "KV 8-bit keys and 4-bit values" in engine.summary()
-    assert engine.notes == ("KV 8-bit keys and 4-bit values: layers with a window keep 8 bits at least",)
-    assert opened(folders[0], (8, 8)).notes == ()
+    assert "KV 8-bit keys and 4-bit values, FP16 in sliding layers," in engine.summary()
+    assert engine.notes == ()
+    engine = opened(folders[0], (8, 8), kv_ring_bits=8)
+    assert "KV 8-bit, context" in engine.summary()
+    assert engine.notes == ()
 
 
 def test_attention_sinks_and_windows_of_other_models_go_on_working(tmp_path: Path) -> None:
@@ -197,8 +200,9 @@ def test_layers_that_hold_something_else_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_heads_of_other_sizes_are_grouped(head_dim: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", SynthShape(num_hidden_layers=2, head_dim=head_dim, tokenizer_entries=0))
-    error = np.abs(logits(tmp_path / "m", (8, 8), IDS) - logits(tmp_path / "m", (16, 16), IDS)).mean()
-    assert error > 0
+    whole = logits(tmp_path / "m", (16, 16), IDS)
+    assert np.array_equal(logits(tmp_path / "m", (8, 8), IDS), whole)  # both layers slide
+    assert np.abs(logits(tmp_path / "m", (8, 8), IDS, kv_ring_bits=8) - whole).mean() > 0
     cache = QuantizedCache(KvFormat(8, 4))
     cache.update_and_fetch(mx.zeros((1, 1, 3, head_dim)), mx.zeros((1, 1, 3, head_dim)))
     groups = head_dim // (32 if head_dim % 64 else 64)
@@ -218,6 +222,10 @@ def test_heads_of_other_sizes_are_grouped(head_dim: int, tmp_path: Path) -> None
     ],
 )
 def test_bits_that_cannot_be_are_refused_by_name(bits: Bits, words: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "m", SynthShape(num_hidden_layers=2, head_dim=80, tokenizer_entries=0))
+    shape = SynthShape(num_hidden_layers=2, full_attention_interval=2, head_dim=80, tokenizer_entries=0)
+    write_checkpoint(tmp_path / "m", shape)
     with pytest.raises(OptionError, match=words):
         opened(tmp_path / "m", bits)
+    for rings, reason in ((8, "kv_ring_bits is below 16"), (32, "kv_ring_bits is 32")):
+        with pytest.raises(OptionError, match=reason):
+            opened(tmp_path / "m", kv_ring_bits=rings)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spile.architectures import open_model
 from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.engines.mlx.adapter import load_lazily, make_cache, switch_layers
-from spile.errors import SpileError, UnsupportedModelError
+from spile.errors import CheckpointError, ModelError, SpileError, UnsupportedModelError
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.options import EngineOptions
@@ -238,3 +239,50 @@ def test_clusters_of_equal_scores_are_taken_in_order(tmp_path: Path) -> None:
     ids = np.array(whole.lm_head._choose(mx.array(scores))).reshape(5, -1)
     token_map = flash.read_token_map(SHAPE.vocab_size)
     np.testing.assert_array_equal(ids, token_map[[3, 9, 0, 1, 2]])
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7F80, 0xFF80], ids=["nan", "inf", "minus-inf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.word_embeddings.scales",
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
+        "model.layers.1.self_attn.q_proj.row_alpha",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.switch_mlp.gate_proj.row_alpha",
+        "model.layers.1.mlp.switch_mlp.up_proj.row_alpha",
+        "model.layers.1.mlp.switch_mlp.down_proj.row_alpha",
+        "model.norm.weight",
+        "lm_head.biases",
+    ],
+)
+def test_a_value_that_is_not_finite_is_an_error_that_names_its_layer(
+    name: str, bits: int, slots: int | None, golden: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(golden / "mlx-2bit", tmp_path / "model", copy_function=shutil.copyfile)
+    tensor = open_checkpoint(folder).tensors[name]
+    experts = tensor.shape[0] if "switch_mlp" in name else 1
+    with (folder / "model.safetensors").open("r+b") as file:
+        for expert in range(experts):
+            file.seek(tensor.offset + 2 * (expert * tensor.shape[-1] + 1))
+            file.write(bits.to_bytes(2, "little"))
+    where = name.rsplit(".", 2)[0].replace("self_attn.q_proj", "self_attn.qkv_proj")
+    with (
+        pytest.raises(CheckpointError, match=rf"^{where}.* not finite$"),
+        closing(opened(folder, slots=slots)) as engine,
+    ):
+        engine.decode(engine.new_state(), 3)
+
+
+def test_values_that_overflow_are_an_error_on_the_way_to_the_logits(golden: Path, tmp_path: Path) -> None:
+    """Finite weights whose products are not: a clamp, a norm or a softmax would make them finite again."""
+    for kind in ("mlp.switch_mlp.gate_proj.row_alpha", "mlp.switch_mlp.up_proj.row_alpha", "mlp.gate.weight"):
+        folder = shutil.copytree(golden / "mlx-2bit", tmp_path / kind, copy_function=shutil.copyfile)
+        tensor = open_checkpoint(folder).tensors[f"model.layers.1.{kind}"]
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(tensor.offset)
+            file.write(b"\x7f\x7f" * (tensor.nbytes // 2))
+        with pytest.raises(ModelError, match="logits are not finite"), closing(opened(folder)) as engine:
+            engine.decode(engine.new_state(), 3)

@@ -297,7 +297,7 @@ def test_a_pool_that_shrinks_and_grows_between_tokens_stays_exact(tmp_path: Path
     streaming.close()
 
 
-def test_shared_experts_stay_once_read(tmp_path: Path) -> None:
+def test_shared_experts_are_read_at_the_start_and_stay(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     write_tiny(folder, "qwen3_moe", quantization=Quantization())
     checkpoint = open_checkpoint(folder)

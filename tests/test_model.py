@@ -587,3 +587,27 @@ def test_context_beyond_the_model_is_refused(tiny_checkpoint: Callable[..., Path
         spile.load(folder, context=1000)
     with spile.load(folder, context=256) as model:
         assert model.context == 256
+
+
+def test_model_that_names_no_end_token_says_so_once(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, special=("<s>",), config={"chat_template": TEMPLATE})
+    case = Case(tmp_path, [*b"Hello"])
+    case.model._config = {}
+    for _ in range(2):
+        case.model.generate("Hi", max_tokens=3)
+    assert [note for note in case.notes if "no end token" in note] == [
+        "this model's files name no end token: an answer ends at a stop text or its limit alone"
+    ]
+
+
+def test_tokenizer_without_some_bytes_says_so_once(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path, config={"eos_token": "<|endoftext|>"})
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for lost in ("7", "\u00c3"):  # a digit, and the first byte of many letters
+        del content["model"]["vocab"][lost]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    case = Case(tmp_path, [*b"Hello", EOS])
+    assert case.model.encode("a7", raw=True) == case.model.encode("a", raw=True)
+    assert [note for note in case.notes if "no entry" in note] == [
+        "this tokenizer has no entry for 2 bytes: texts lose the characters that have them"
+    ]

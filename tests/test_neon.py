@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import spile
-from native.dump import fnv1a, write_all
+from native.dump import FAULTS, fnv1a, write_all
 from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
@@ -47,6 +47,8 @@ def test_every_build_and_instruction_set_gives_the_engines_bits(tmp_path: Path) 
             sets[fields[2]].add(fields[3])
     assert sets["aarch64"] == {"neon", "scalar"}
     assert "scalar" in sets["x86_64"]
+    for name in FAULTS:
+        assert hashes[name] == {name}
     for name, (folder, ids, options) in write_all(tmp_path).items():
         engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(**options))
         assert hashes[name] == {fnv1a(engine.logits(engine.new_state(), ids).tobytes())}

@@ -65,6 +65,14 @@ def plan_of(model: OwnModel, **options: Any) -> Plan:
     return make_plan(model, ExpertTable(model), EngineOptions(**options))
 
 
+def test_what_others_reserve_is_a_part_of_the_plan(model: OwnModel) -> None:
+    floor, more = floor_of(model), floor_of(model, reserved_bytes=24_000_000)
+    assert more - floor == 24_000_000
+    made = plan_of(model, memory_bytes=more, reserved_bytes=24_000_000)
+    assert made.parts.reserved == 24_000_000
+    assert made.parts.total <= more
+
+
 def floor_of(model: OwnModel, **options: Any) -> int:
     """Return what the refusal of a far too small budget says is the smallest one."""
     with pytest.raises(BudgetError) as caught:
@@ -303,3 +311,36 @@ def test_engine_opens_at_the_floor_and_runs(
     assert row.shape == (SHAPE.vocab_size,)
     assert engine.resident_expert_bytes > 0
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "way"),
+    [
+        ({"prefill_chunk": 8192}, "a smaller --prefill-step-size"),
+        ({"context": 20_000, "sequences": 30}, "a smaller --context"),
+        ({"context": 20_000, "sequences": 30}, "room for fewer answers at once"),
+        ({"context": 20_000, "sequences": 9, "kv_bits": 32}, "fewer KV bits"),
+        ({"shared_experts": 60}, "fewer --shared-experts"),
+        ({"active_experts": 64}, "fewer --active-experts"),
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 400 * MB])
+def test_a_refusal_names_what_was_asked_for_and_could_be_less(
+    asked: dict[str, Any], way: str, limit: int | None, model: OwnModel, monkeypatch: pytest.MonkeyPatch,
+    fixed_memory: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Regression: a prompt step of 8,192 tokens with 400 MB was told to raise the control group's limit."""
+    budget = smallest_budget(model, ExpertTable(model), EngineOptions(), plan_module.memory_now()) + 2 * MB
+    table = ExpertTable(model)
+    make_plan(model, table, EngineOptions(memory_bytes=budget))
+    monkeypatch.setattr(plan_module, "memory_limit_bytes", lambda: limit)
+    if limit is not None:
+        fixed_memory(budget - PROCESS)
+    for memory in (budget, None):
+        if memory is None and limit is None:
+            continue
+        with pytest.raises(BudgetError) as caught:
+            make_plan(model, table, EngineOptions(memory_bytes=memory, io="buffered", **asked))
+        assert way in str(caught.value.hint)
+        if memory is not None:
+            assert str(caught.value.hint).startswith("Give --memory ")

@@ -182,14 +182,21 @@ def test_every_width_of_keys_and_values_is_put_back_bit_for_bit(
 ) -> None:
     """Also into an engine with another budget, chunk and number of threads; never into one of other widths."""
     try:
-        first = opened(golden, MODELS[1], kv_bits=bits[0], kv_v_bits=bits[1])
+        first = opened(golden, MODELS[1], kv_bits=bits[0], kv_v_bits=bits[1], kv_ring_bits=min(bits))
     except OptionError:
         pytest.skip(f"this engine has no {bits}")
     prompt = ids(first, 400, 6)
     expected = Reader(first, in_folder(tmp_path)).read(prompt)
     first.close()
     second = opened(
-        golden, MODELS[1], kv_bits=bits[0], kv_v_bits=bits[1], prefill_chunk=64, threads=2, slots=40
+        golden,
+        MODELS[1],
+        kv_bits=bits[0],
+        kv_v_bits=bits[1],
+        kv_ring_bits=min(bits),
+        prefill_chunk=64,
+        threads=2,
+        slots=40,
     )
     reader = Reader(second, in_folder(tmp_path))
     assert reader.read(prompt) == expected

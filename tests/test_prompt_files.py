@@ -109,6 +109,7 @@ def test_file_is_the_owners_alone_and_a_fitting_size(saved: Path) -> None:
     ("load", "words"),
     [
         ({"kv_bits": 32}, ("kv_bits 16", "32")),
+        ({"kv_ring_bits": 8}, ("kv_ring_bits 16", "8")),
         ({"activation_bytes": 3}, ("activation_bytes 2", "3")),
     ],
     ids=str,

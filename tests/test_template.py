@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spile.errors import OptionError, TextError
+from spile.text import renderer
+from spile.text.renderer import Renderer
 from spile.text.sidecar import read_sidecar
-from spile.text.template import render
 
+render = Renderer(10**9).render  # one process, started with the first text
 USER = [{"role": "user", "content": "Hi"}]
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -87,9 +95,7 @@ def test_refusal_comes_in_the_words_of_the_template() -> None:
         "{{ strftime_now(3) }}",
         25 * "{% for a in messages %}" + 25 * "{% endfor %}",
         "{{ 'x' * 10 ** 10 }}",
-        "{{ 10 ** 10000000 }}",
         "{% set big = 'x' * 10 ** 7 %}{% for i in range(9) %}{{ big }}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_damaged_failing_and_escaping_templates_are_one_sentence(template: str) -> None:
@@ -97,15 +103,6 @@ def test_damaged_failing_and_escaping_templates_are_one_sentence(template: str) 
         render(template, USER)
     assert "\n" not in str(caught.value)
     assert USER == [{"role": "user", "content": "Hi"}]
-
-
-def test_template_that_fills_the_memory_is_one_sentence() -> None:
-    class Hungry(dict):  # type: ignore[type-arg]
-        def get(self, *arguments: Any) -> Any:
-            raise MemoryError
-
-    with pytest.raises(TextError, match=r"^the chat template failed: MemoryError$"):
-        render("{{ hungry.get('x') }}", USER, arguments={"hungry": Hungry()})
 
 
 def test_products_powers_and_loops_of_templates_work() -> None:
@@ -152,3 +149,141 @@ def test_tools_and_further_arguments_reach_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}|{{ level }}"
     assert render(template, USER, arguments={"tools": tools, "level": 3}) == json.dumps(tools[0]) + "|3"
+
+
+TOO_MUCH_MEMORY = [
+    "{{ '{:>999999999}'.format('x') }}",
+    "{{ 'x'.center(900000000) }}",
+    "{{ '%999999999d' % 5 }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{{ messages | tojson(indent=900000000) }}",
+    "{{ 'x'.encode() * 3000000000 }}",
+    "{{ range(9) | slice(900000000) | list }}",
+    "{{ [[]] | batch(900000000, 1) | list }}",
+    "{{ 'a b' | replace('', 'y' * 9999999) }}",
+    "{{ ['x' * 999999] * 999 | join }}{{ [['x' * 999999] * 999] | map('join') | join }}",
+    "{% for i in range(90000) %}{{ 'x' * 9999 }}{% endfor %}",
+]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere memory is looked at now and then")
+@pytest.mark.parametrize("template", TOO_MUCH_MEMORY)
+def test_template_that_fills_the_memory_is_one_sentence(template: str) -> None:
+    with pytest.raises(
+        TextError, match=r"^the chat template takes too much memory: it was ended at 24.0 MB$"
+    ):
+        render(template, USER)
+    assert render("{{ messages[0].content }}", USER) == "Hi"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(30) }}",
+        "{{ 10 ** 100000000 }}",  # within one operation, in which Python looks at no signal
+    ],
+)
+def test_template_that_never_ends_is_one_sentence(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "LIMIT_SECONDS", 0.3)
+    hasty = Renderer(10**9)
+    with pytest.raises(
+        TextError, match=r"^the chat template takes too long: it was ended after 0.3 s of computing$"
+    ):
+        hasty.render(template, USER)
+    assert hasty.render("{{ messages[0].content }}", USER) == "Hi"
+
+
+def test_process_that_does_not_answer_is_ended_and_another_one_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renderer, "_WAIT_SECONDS", 0.2)
+    stopped = Renderer()
+    stopped.start()
+    assert stopped._process is not None
+    os.kill(stopped._process.pid, signal.SIGSTOP)
+    with pytest.raises(TextError, match=r"the chat template takes too long: no answer in 0\.2 s"):
+        stopped.render("{{ 1 }}", USER)
+    monkeypatch.undo()
+    assert stopped.render("{{ 1 }}", USER) == "1"
+
+
+def test_memory_is_looked_at_where_the_system_sets_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(renderer, "_resident_nbytes", lambda pid: 10**9)
+    with pytest.raises(TextError, match="the chat template takes too much memory"):
+        Renderer().render("{% for i in range(9999999) %}{% endfor %}" * 9, USER)
+
+
+def test_process_ends_with_the_one_that_started_it() -> None:
+    """However that one ends: nothing tells the other but its standard input."""
+    program = (
+        "import os, signal\nfrom spile.text.renderer import Renderer\nmade = Renderer()\n"
+        "made.render('{{ 1 }}', [])\nprint(made._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    pid, deadline = int(ended.stdout), time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(pid):
+        time.sleep(0.01)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_threads_render_at_once_and_closing_tells_them() -> None:
+    shared = Renderer()
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda i: shared.render("{{ n }}", USER, arguments={"n": i}), range(64)))
+        assert texts == [str(i) for i in range(64)]
+        slow = threads.submit(
+            shared.render, "{% for i in range(99999) %}{{ range(9999) | sum }}{% endfor %}", USER
+        )
+        time.sleep(0.1)
+        shared.close()
+        with pytest.raises(TextError):
+            slow.result()
+
+
+def test_interrupted_rendering_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurried = Renderer()
+    hurried.start()
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer._Wait, "until", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hurried.render("{{ 'old' }}", USER)
+    assert hurried.render("{{ 'new' }}", USER) == "new"
+
+
+def test_large_texts_pass_both_ways_and_characters_stay_what_they_are() -> None:
+    text = "\u05d0\ud800\x00\U0001f600" * 50_000
+    assert Renderer().render("{{ messages[0].content }}", [{"role": "user", "content": text}]) == text
+
+
+def test_words_of_a_template_are_one_clean_line() -> None:
+    with pytest.raises(TextError) as caught:
+        render("{{ raise_exception('\x1b[31mred\u202e \u05d0\n\nline' + 'x' * 5000) }}", USER)
+    message = str(caught.value)
+    assert message.startswith("the chat template refuses the messages: \\x1b[31mred\\u202e \u05d0 linexxx")
+    assert message.isprintable()
+    assert len(message) <= 2_100
+
+
+def test_arguments_that_json_has_no_form_for_are_refused() -> None:
+    with pytest.raises(OptionError, match="has no form in JSON: a object"):
+        render("{{ x }}", USER, arguments={"x": object()})
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(OptionError, match="is nested too deeply"):
+        render("{{ x }}", USER, arguments={"x": deep})

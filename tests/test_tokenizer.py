@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fakes import write_byte_tokenizer
 from spile.errors import TextError
-from spile.text.sidecar import read_sidecar
+from spile.text.sidecar import eos_ids_of, read_sidecar
 from spile.text.tokenizer import Tokenizer, open_tokenizer
 
 SAMPLES = {
@@ -337,3 +337,32 @@ def test_tokenizer_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(TextError, match=r"tokenizer\.json cannot be read: Permission denied") as caught:
         open_tokenizer(tmp_path, config={})
     assert caught.value.hint is None
+
+
+def test_end_token_of_the_special_tokens_map_is_found(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    for value in ("<|endoftext|>", {"content": "<|endoftext|>", "lstrip": False}):
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": value}))
+        tokenizer = opened(tmp_path)
+        assert tokenizer.eos_ids == {256}
+        assert tokenizer.sidecar.special_token("eos_token") == "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    assert opened(tmp_path).eos_ids == {ord("a")}
+
+
+def test_end_token_of_a_configs_text_part_is_found() -> None:
+    assert eos_ids_of({"text_config": {"eos_token_id": [1, 106]}, "eos_token_id": 2}) == {1, 2, 106}
+    assert eos_ids_of({"text_config": None, "llm_config": [3], "eos_token_id": True}) == frozenset()
+
+
+@pytest.mark.parametrize("change", [{"unk_token": "none of these"}, {"unk_token": "none", "vocab": {"a": 0}}])
+def test_unknown_token_that_is_not_in_the_vocabulary_is_one_sentence(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"].update(change)
+    content["model"]["vocab"].pop("b", None)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TextError, match=r"tokenizer\.json cannot be used as a tokenizer"):
+        opened(tmp_path).encode("b")

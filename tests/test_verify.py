@@ -7,11 +7,13 @@ import json
 import os
 import shutil
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import spile
 from spile import verify as module
 from spile.agreement import Agreement, compare
 from spile.errors import ModelNotFoundError, OptionError
@@ -146,6 +148,31 @@ def test_process_that_dies_is_a_failed_row(folder: Path, monkeypatch: pytest.Mon
     assert not report.ok
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("kill -9 $$", "the process was ended by signal 9 (SIGKILL): the last word"),
+        ("exit 3", "the process ended with code 3: the last word"),
+    ],
+)
+@pytest.mark.parametrize("answer", ["", '{"sha256": "0", "token_ids": []}'])
+def test_how_a_process_ended_and_what_it_said_stay_in_the_report_also_after_its_answer(
+    end: str, reason: str, answer: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!/bin/sh\ncat >/dev/null\necho '{answer}'\necho first >&2\necho the last word >&2\n{end}\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    report = verify(folder, threads=[1], tokens=4, decoded=1, files=False)
+    assert not report.ok
+    assert reason in line(report.rows[0])
+    row = json.loads(json.dumps(report.as_dict()))["rows"][0]
+    assert row["reason"] == reason
+    assert row["stderr"] == "first\nthe last word"
+
+
 def test_model_without_tokenizer_gets_a_token_a_byte(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     report = verify(folder, threads=[1], tokens=4, decoded=1, files=False)
@@ -167,10 +194,40 @@ def test_missing_model_is_refused(tmp_path: Path) -> None:
         verify(tmp_path / "nothing")
 
 
-def test_default_rows_of_the_large_model_use_budgets_and_leave_scalar_out() -> None:
+def test_default_rows_of_the_large_model_use_budgets_and_are_scalar_on_few_tokens_alone() -> None:
     rows = module._default_configurations(24 * 256, 4_869_586_944, small=False, num_chosen=8)
     assert {row.memory_bytes for row in rows} == {None, 630_000_000, 1_000_000_000, 2_000_000_000}
-    assert all(row.slots is None and row.isa != "scalar" for row in rows)
+    assert all(row.slots is None for row in rows)
+    scalar = [row for row in rows if row.isa == "scalar"]
+    assert [row.num_tokens for row in scalar] == [4]
+    assert sum(row.group == scalar[0].group for row in rows) == 2  # it has another to be equal to
+    # The beginning is read in chunks also where the last tokens are taken singly: one by one it would take minutes.
+    assert {row.last_step for row in rows} == {None, 1, 7}
+    assert all(row.prefill_chunk in (None, 64) for row in rows)
+
+
+def test_a_large_model_is_compared_at_the_end_of_a_text_longer_than_window_and_chunk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SMALL_EXPERT_NBYTES", 0), ("LARGE_MODEL_TOKENS", 200), ("LARGE_MODEL_HASHED", 20)):
+        monkeypatch.setattr(module, name, value)
+    report = verify(folder, files=False)
+    print(heading(), *map(line, report.rows), report.verdict(), sep="\n")
+    assert report.ok
+    assert (report.num_tokens, report.num_hashed) == (200, 20)
+    assert [row.num_tokens for row in report.rows[-2:]] == [12, 12]
+    assert len({row.sha256 for row in report.rows[:-2]}) == 1
+    assert "auto/1" in line(report.rows[3])
+
+
+def test_a_certificate_says_who_made_it_where_and_when(folder: Path) -> None:
+    answer = json.loads(json.dumps(verify(folder, threads=[1], tokens=4, decoded=1, files=False).as_dict()))
+    assert answer["version"] == spile.__version__
+    assert set(answer["machine"]) == {"cpu", "cores", "memory_bytes", "os"}
+    assert all(answer["machine"].values())
+    assert datetime.fromisoformat(answer["date"]).utcoffset() == timedelta(0)
+    assert answer["verdict"].startswith("OK: 2 runs")
+    assert (answer["kv_bits"], answer["kv_v_bits"], answer["kv_ring_bits"]) == (16, 16, 16)
 
 
 # engines
@@ -226,7 +283,17 @@ def test_engines_that_are_off_by_more_than_rounding_do_not_agree(tmp_path: Path)
 
 
 def certificate(rows: tuple[Row, ...], **fields: object) -> Report:
-    made = Report(model="m", text="t", num_tokens=4, num_decoded=1, kv_bits=16, kv_v_bits=None, rows=rows)
+    made = Report(
+        model="m",
+        text="t",
+        num_tokens=4,
+        num_hashed=4,
+        num_decoded=1,
+        kv_bits=16,
+        kv_v_bits=16,
+        kv_ring_bits=16,
+        rows=rows,
+    )
     return dataclasses.replace(made, **fields)  # type: ignore[arg-type]
 
 

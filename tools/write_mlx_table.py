@@ -45,7 +45,7 @@ print(mlx_lm.generate(model, tokenizer, "Why does sap run in spring?"), streamin
 expected on Apple GPUs and how to measure it.
 
 **Keys and values in fewer bits**: `--kv-bits 8 --kv-v-bits 4` gives keys and values 16, 8 or 4 bits each, in layers
-that keep every position and in rings of a sliding window (8 bits there at least, as on the cpu engine). What is kept
+that keep every position; rings of a sliding window keep 16 unless `--kv-ring-bits` says otherwise. What is kept
 is MLX's affine quantization along the head, in groups of 64 dimensions, of 32 where 64 does not divide the head; any
 other head is refused by name. Attention reads what is kept, also for the chunk's own tokens: a layer's keys and
 values are dequantized, attended to by the ordinary kernel (so attention sinks and masks work) and given back. The

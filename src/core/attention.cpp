@@ -1,10 +1,18 @@
 // The attention half of a layer: queries, keys and values, their norms and rotation, the cache, and the sum over what is seen.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 #include "decoder.h"
 
 namespace spile {
+namespace {
+
+// Queries and keys up to it have scores that float32 holds: a head's 2^20 dimensions at most times its square. A score of minus
+// infinity would count as a position that is not seen.
+constexpr float kLargestScored = 1e16f;
+
+}  // namespace
 
 void Decoder::rotate(float* head, int t) const {
   const int half = config_.rope_dims / 2;
@@ -133,7 +141,7 @@ void Decoder::attend(KvCache& cache, int layer) {
   const size_t D = static_cast<size_t>(c.hidden_size);
   const bool rotates = c.rotates[static_cast<size_t>(layer)];
   cache.reserve(layer, cache.position + T_);
-  normalise_and_fix(w.input_norm);
+  normalise_and_fix(w.input_norm, Stage::kAttention, layer);
 
   std::vector<const Fixed*> x(static_cast<size_t>(T_));
   std::vector<float*> q(x.size()), k(x.size()), v(x.size());
@@ -155,9 +163,9 @@ void Decoder::attend(KvCache& cache, int layer) {
       rows = kv_size_;
       item %= kv_items;
     }
-    const int row = item * kRowsPerItem;
-    kernels_->ternary({linear->codes, linear->alpha, D}, static_cast<size_t>(row),
-                      static_cast<size_t>(std::min(rows, row + kRowsPerItem)), x.data(), T_, y);
+    const size_t first = static_cast<size_t>(item * kRowsPerItem), end = std::min(static_cast<size_t>(rows), first + kRowsPerItem);
+    kernels_->ternary({linear->codes, linear->alpha, D}, first, end, x.data(), T_, y);
+    check_rows(y, T_, first, end, Stage::kAttention, layer);
   });
 
   const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
@@ -171,18 +179,20 @@ void Decoder::attend(KvCache& cache, int layer) {
     const size_t at = static_cast<size_t>(t);
     for (int h = 0; h < c.num_heads; ++h) {
       float* head = q[at] + static_cast<size_t>(h) * head_dim;
-      kernels_->rmsnorm(head, w.q_norm, head_dim, c.rms_norm_eps, head);
+      check(kernels_->rmsnorm(head, w.q_norm, head_dim, c.rms_norm_eps, head), Stage::kAttention, layer);
       if (rotates) rotate(head, t);
       for (size_t i = 0; i < head_dim; ++i) head[i] = head[i] * scale;
       if (rotation > 1) kernels_->rotate_head(head, c.head_dim, rotation, q_factor);
+      check(kernels_->largest(head, head_dim) <= kLargestScored, Stage::kAttention, layer);
     }
     const int64_t position = cache.position + t;
     const int place = static_cast<int>(position % kBlockPositions);
     for (int h = 0; h < c.num_kv_heads; ++h) {
       float* key = k[at] + static_cast<size_t>(h) * head_dim;
-      kernels_->rmsnorm(key, w.k_norm, head_dim, c.rms_norm_eps, key);
+      check(kernels_->rmsnorm(key, w.k_norm, head_dim, c.rms_norm_eps, key), Stage::kAttention, layer);
       if (rotates) rotate(key, t);
       if (rotation > 1) kernels_->rotate_head(key, c.head_dim, rotation, k_factor);
+      check(kernels_->largest(key, head_dim) <= kLargestScored, Stage::kAttention, layer);
       uint8_t* block = cache.head(layer, position / kBlockPositions, h);
       kernels_->store_key(layout, key, place, block);
       kernels_->store_value(layout, v[at] + static_cast<size_t>(h) * head_dim, place, block);
@@ -201,6 +211,7 @@ void Decoder::attend(KvCache& cache, int layer) {
     const size_t at = static_cast<size_t>(t);
     attended_fixed_[at] = kernels_->fix(attended_.data() + at * wide, wide, c.activation_bytes, Layout::kTernary,
                                         attended_planes_.data() + at * 3 * plane_nbytes(wide), nullptr);
+    check(attended_fixed_[at].is_finite(), Stage::kAttention, layer);
   });
   for (size_t t = 0; t < x.size(); ++t) {
     x[t] = &attended_fixed_[t];
@@ -209,6 +220,7 @@ void Decoder::attend(KvCache& cache, int layer) {
   pool_.run(ceil_div(c.hidden_size, kRowsPerItem), [&](int item, int) {
     const size_t row = static_cast<size_t>(item * kRowsPerItem), end = std::min(D, row + kRowsPerItem);
     kernels_->ternary({w.o.codes, w.o.alpha, wide}, row, end, x.data(), T_, y.data());
+    check_rows(y.data(), T_, row, end, Stage::kAttention, layer);
     for (int t = 0; t < T_; ++t) {
       float* h = h_.data() + static_cast<size_t>(t) * D;
       for (size_t i = row; i < end; ++i) h[i] = h[i] + y[static_cast<size_t>(t)][i];

@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cfloat>
 
 namespace spile {
 namespace {
@@ -54,12 +55,32 @@ CacheShape Decoder::cache_shape() const {
   return {config_.num_kv_heads, full, ring, config_.window, config_.max_chunk, config_.sliding};
 }
 
+void Decoder::note(Stage stage, int layer, int item) {
+  const uint64_t fault = static_cast<uint64_t>(layer) << 32 | static_cast<uint64_t>(stage) << 28 | static_cast<uint64_t>(item);
+  uint64_t before = fault_.load();
+  while (fault < before && !fault_.compare_exchange_weak(before, fault)) {
+  }
+}
+
+Fault Decoder::take_fault() {
+  const uint64_t fault = fault_.exchange(kNoFault);
+  if (fault == kNoFault) return {Stage::kNone, 0, 0};
+  return {static_cast<Stage>(fault >> 28 & 15), static_cast<int>(fault >> 32), static_cast<int>(fault & 0xFFFFFFF)};
+}
+
+void Decoder::check_rows(float* const* y, int T, size_t row, size_t end, Stage stage, int layer, int item) {
+  for (int t = 0; t < T; ++t) check(kernels_->largest(y[t] + row, end - row) <= FLT_MAX, stage, layer, item);
+}
+
 void Decoder::begin(const Affine4& table, const int64_t* rows, int T, const float* rope) {
   T_ = T;
   std::copy(rope, rope + static_cast<size_t>(T) * static_cast<size_t>(config_.rope_dims), rope_.begin());
+  fault_ = kNoFault;
+  const size_t D = static_cast<size_t>(config_.hidden_size);
   pool_.run(T, [&](int t, int) {
-    kernels_->affine4_row(table, static_cast<size_t>(rows[t]),
-                          h_.data() + static_cast<size_t>(t) * static_cast<size_t>(config_.hidden_size));
+    float* h = h_.data() + static_cast<size_t>(t) * D;
+    kernels_->affine4_row(table, static_cast<size_t>(rows[t]), h);
+    check(kernels_->largest(h, D) <= FLT_MAX, Stage::kEmbedding, 0, t);
   });
 }
 
@@ -69,12 +90,13 @@ void Decoder::fix_token(int t) {
                             planes_.data() + i * 3 * plane_nbytes(D), nullptr);
 }
 
-void Decoder::normalise_and_fix(const uint16_t* weight) {
+void Decoder::normalise_and_fix(const uint16_t* weight, Stage stage, int layer) {
   const size_t D = static_cast<size_t>(config_.hidden_size);
   pool_.run(T_, [&](int t, int) {
     const size_t at = static_cast<size_t>(t) * D;
-    kernels_->rmsnorm(h_.data() + at, weight, D, config_.rms_norm_eps, x_.data() + at);
+    check(kernels_->rmsnorm(h_.data() + at, weight, D, config_.rms_norm_eps, x_.data() + at), stage, layer);
     fix_token(t);
+    check(fixed_[static_cast<size_t>(t)].is_finite(), stage, layer);
   });
 }
 
@@ -86,7 +108,7 @@ void Decoder::dense(int layer) {
   if (gate_.size() < T * wide) gate_.resize(T * wide);
   if (up_.size() < T * wide) up_.resize(T * wide);
   if (dense_planes_.size() < T * stride) dense_planes_.resize(T * stride);
-  normalise_and_fix(w.post_norm);
+  normalise_and_fix(w.post_norm, Stage::kDense, layer);
   std::vector<const Fixed*> x(T);
   std::vector<float*> gate(T), up(T), y(T);
   for (size_t t = 0; t < T; ++t) {
@@ -108,11 +130,13 @@ void Decoder::dense(int layer) {
     kernels_->swiglu(gate[at], up[at], wide, c.dense_limit, gate[at]);
     attended_fixed_[at] = kernels_->fix(gate[at], wide, c.activation_bytes, Layout::kTernary,
                                         dense_planes_.data() + at * stride, nullptr);
+    check(attended_fixed_[at].is_finite(), Stage::kDense, layer);  // without clamps nothing hid before
   });
   for (size_t t = 0; t < T; ++t) x[t] = &attended_fixed_[t];
   pool_.run(ceil_div(c.hidden_size, kRowsPerItem), [&](int item, int) {
     const size_t row = static_cast<size_t>(item * kRowsPerItem), end = std::min(D, row + kRowsPerItem);
     kernels_->ternary({w.down.codes, w.down.alpha, wide}, row, end, x.data(), T_, y.data());
+    check_rows(y.data(), T_, row, end, Stage::kDense, layer);
     for (size_t t = 0; t < T; ++t)
       for (size_t i = row; i < end; ++i) h_[t * D + i] = h_[t * D + i] + y[t][i];
   });
@@ -123,9 +147,11 @@ void Decoder::finish(int num, int after) {
   num_finished_ = num;
   pool_.run(num, [&](int i, int) {
     const size_t at = static_cast<size_t>(i), t = static_cast<size_t>(T_ - after - num + i);
-    kernels_->rmsnorm(h_.data() + t * D, final_norm, D, config_.rms_norm_eps, x_.data() + t * D);
+    check(kernels_->rmsnorm(h_.data() + t * D, final_norm, D, config_.rms_norm_eps, x_.data() + t * D), Stage::kHead,
+          config_.num_layers);
     fixed_[at] = kernels_->fix(x_.data() + t * D, D, config_.activation_bytes, Layout::kNibble,
                                planes_.data() + at * 3 * plane_nbytes(D), groups_.data() + at * num_group_sums(D));
+    check(fixed_[at].is_finite(), Stage::kHead, config_.num_layers);
   });
 }
 
@@ -138,9 +164,10 @@ void Decoder::head(const Affine4& piece, int row, int count, float* out) {
     y[i] = out + i * V + row;
   }
   pool_.run(ceil_div(count, kHeadRowsPerItem), [&](int item, int) {
-    const int first = item * kHeadRowsPerItem;
-    kernels_->affine4(piece, static_cast<size_t>(first), static_cast<size_t>(std::min(count, first + kHeadRowsPerItem)),
-                      x.data(), num_finished_, y.data());
+    const size_t first = static_cast<size_t>(item * kHeadRowsPerItem);
+    const size_t end = std::min(static_cast<size_t>(count), first + kHeadRowsPerItem);
+    kernels_->affine4(piece, first, end, x.data(), num_finished_, y.data());
+    check_rows(y.data(), num_finished_, first, end, Stage::kHead, config_.num_layers);
   });
 }
 

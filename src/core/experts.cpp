@@ -1,5 +1,6 @@
 // The expert half of a layer: routing, the chosen experts over their tokens, and the weighted sum in its one order.
 #include <algorithm>
+#include <cfloat>
 #include <cstring>
 #include <stdexcept>
 
@@ -12,7 +13,7 @@ const std::vector<int32_t>& Decoder::route(int layer, const uint8_t* allowed) {
   const LayerWeights& w = layers[static_cast<size_t>(layer)];
   const size_t D = static_cast<size_t>(c.hidden_size), E = static_cast<size_t>(c.num_experts);
   const size_t K = static_cast<size_t>(c.num_chosen), T = static_cast<size_t>(T_);
-  normalise_and_fix(w.post_norm);
+  normalise_and_fix(w.post_norm, Stage::kRouter, layer);
   std::vector<const float*> x(T);
   std::vector<float*> y(T);
   for (size_t t = 0; t < T; ++t) {
@@ -27,6 +28,7 @@ const std::vector<int32_t>& Decoder::route(int layer, const uint8_t* allowed) {
   });
   pool_.run(T_, [&](int token, int) {
     const size_t t = static_cast<size_t>(token);
+    check(kernels_->largest(y[t], E) <= FLT_MAX, Stage::kRouter, layer);  // minus infinity would never be chosen
     kernels_->softmax(y[t], E);
     if (allowed)
       for (size_t e = 0; e < E; ++e)
@@ -98,14 +100,13 @@ void Decoder::foretell(int layer, int32_t* ids) {
 void Decoder::experts(int layer, const int32_t* ids, const uint64_t* codes, int num) {
   std::vector<Task> batch;
   int pairs = 0;
-  const LayerWeights& w = layers[static_cast<size_t>(layer)];
   for (int i = 0; i < num; ++i) {
     const size_t e = static_cast<size_t>(ids[i]);
     if (T_ > 1 && ids[i] <= last_expert_) throw std::invalid_argument("a chunk's experts must come in ascending order");
     last_expert_ = ids[i];
     const int count = first_pair_[e + 1] - first_pair_[e];
     if (pairs + count > max_pairs_) {
-      expert_batch(w, batch.data(), static_cast<int>(batch.size()));
+      expert_batch(layer, batch.data(), static_cast<int>(batch.size()));
       batch.clear();
       pairs = 0;
     }
@@ -114,11 +115,12 @@ void Decoder::experts(int layer, const int32_t* ids, const uint64_t* codes, int 
     batch.push_back(task);
     pairs += count;
   }
-  if (!batch.empty()) expert_batch(w, batch.data(), static_cast<int>(batch.size()));
+  if (!batch.empty()) expert_batch(layer, batch.data(), static_cast<int>(batch.size()));
 }
 
-void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
+void Decoder::expert_batch(int layer, const Task* tasks, int num) {
   const auto& c = config_;
+  const LayerWeights& w = layers[static_cast<size_t>(layer)];
   const size_t D = static_cast<size_t>(c.hidden_size), F = static_cast<size_t>(c.expert_size);
   const size_t stride = 3 * plane_nbytes(F);
   std::vector<const Fixed*> x, hidden;
@@ -143,8 +145,10 @@ void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
     const bool is_gate = item % (2 * f_items) < f_items;
     const size_t row = static_cast<size_t>(item % f_items * kRowsPerItem);
     const uint16_t* alpha = (is_gate ? w.gate_alpha : w.up_alpha) + static_cast<size_t>(task.expert) * F;
-    kernels_->ternary({task.codes[is_gate ? 0 : 1], alpha, D}, row, std::min(F, row + kRowsPerItem), x.data() + first,
-                      task.count, (is_gate ? gate.data() : up.data()) + first);
+    float* const* to = (is_gate ? gate.data() : up.data()) + first;
+    const size_t end = std::min(F, row + kRowsPerItem);
+    kernels_->ternary({task.codes[is_gate ? 0 : 1], alpha, D}, row, end, x.data() + first, task.count, to);
+    check_rows(to, task.count, row, end, Stage::kExperts, layer, task.expert);  // before the clamps
   });
   pool_.run(static_cast<int>(x.size()), [&](int i, int) {
     const size_t at = static_cast<size_t>(i);
@@ -155,9 +159,10 @@ void Decoder::expert_batch(const LayerWeights& w, const Task* tasks, int num) {
   pool_.run(num * d_items, [&](int item, int) {
     const Task& task = tasks[item / d_items];
     const size_t first = static_cast<size_t>(start[static_cast<size_t>(item / d_items)]);
-    const size_t row = static_cast<size_t>(item % d_items * 2 * kRowsPerItem);
-    kernels_->ternary({task.codes[2], w.down_alpha + static_cast<size_t>(task.expert) * D, F}, row,
-                      std::min(D, row + 2 * kRowsPerItem), hidden.data() + first, task.count, y.data() + first);
+    const size_t row = static_cast<size_t>(item % d_items * 2 * kRowsPerItem), end = std::min(D, row + 2 * kRowsPerItem);
+    kernels_->ternary({task.codes[2], w.down_alpha + static_cast<size_t>(task.expert) * D, F}, row, end,
+                      hidden.data() + first, task.count, y.data() + first);
+    check_rows(y.data() + first, task.count, row, end, Stage::kExperts, layer, task.expert);
   });
   if (T_ > 1) add_outputs(tasks, num);
 }

@@ -19,6 +19,8 @@ struct Fixed {
   float scale;
   int64_t sum;            // of q
   const int32_t* groups;  // sums of q over groups of 64, padded to a multiple of 16 (only where a 4-bit layer reads it)
+
+  bool is_finite() const { return scale == scale; }  // whether all of x was
 };
 
 // Bytes of one plane of n entries, padding included. Planes are zero behind their last entry.
@@ -71,8 +73,12 @@ struct Kernels {
   void (*affine4)(const Affine4& w, size_t row, size_t row_end, const Fixed* const* x, int T, float* const* y);
   void (*affine4_row)(const Affine4& w, size_t row, float* y);  // the row itself, dequantized
 
+  // The largest |x|; NaN where any is NaN, which no comparison with a limit passes.
+  float (*largest)(const float* x, size_t n);
+
   void (*router)(const uint16_t* w, size_t n, size_t row, size_t row_end, const float* const* x, int T, float* const* y);
-  void (*rmsnorm)(const float* x, const uint16_t* weight, size_t n, float eps, float* y);
+  // Returns whether the sum of the squares is finite. It is not where an x is not, nor where one is so large that y would be 0.
+  bool (*rmsnorm)(const float* x, const uint16_t* weight, size_t n, float eps, float* y);
   void (*softmax)(float* x, size_t n);
   void (*swiglu)(const float* gate, const float* up, size_t n, float limit, float* y);  // 0: no limit
   void (*add_scaled)(float* y, const float* x, float weight, size_t n);  // y += weight * x

@@ -455,5 +455,5 @@ static void store_value(const KvLayout& l, const float* value, int position, uin
 }
 
 #define SPILE_KERNELS(NAME)                                                                          \
-  {NAME,       fix,    ternary, affine4, affine4_row, router,     rmsnorm,   softmax,    swiglu,     \
-   add_scaled, attend, merge,   attend_end, rotate_head, store_key, store_value}
+  {NAME,   fix,        ternary, affine4, affine4_row, largest,     router,    rmsnorm,    softmax, \
+   swiglu, add_scaled, attend,  merge,   attend_end,  rotate_head, store_key, store_value}

@@ -8,14 +8,28 @@ static inline F16 load_part(const float* x, size_t count, float fill) {
   return load(v);
 }
 
-static void rmsnorm(const float* x, const uint16_t* weight, size_t n, float eps, float* y) {
+static float largest(const float* x, size_t n) {
+  uint32_t top = 0;  // as integers, magnitudes are in the order of their values, and NaN is above all of them
+  for (size_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, x + i, 4);
+    bits &= 0x7FFFFFFFu;
+    top = bits > top ? bits : top;
+  }
+  float value;
+  __builtin_memcpy(&value, &top, 4);
+  return value;
+}
+
+static bool rmsnorm(const float* x, const uint16_t* weight, size_t n, float eps, float* y) {
   F16 squares = zero();
   for (size_t i = 0; i < n; i += 16) {
     const F16 v = load_part(x + i, n - i, 0.0f);
     squares = squares + v * v;
   }
-  const float r = 1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps);
+  const float total = sum(squares), r = 1.0f / __builtin_sqrtf(total / (float)n + eps);
   for (size_t i = 0; i < n; ++i) y[i] = (x[i] * r) * bf16_at(weight, i);
+  return total < __builtin_inff();
 }
 
 static void softmax(float* x, size_t n) {
@@ -104,16 +118,8 @@ static Fixed fix(const float* x, size_t n, int num, Layout layout, int8_t* plane
   f.groups = groups;
   for (int p = 0; p < 3; ++p) f.plane[p] = planes + (size_t)p * stride;
   if (groups) __builtin_memset(groups, 0, num_group_sums(n) * sizeof(int32_t));
-  uint32_t top = 0;
-  for (size_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, x + i, 4);
-    bits &= 0x7FFFFFFFu;
-    top = bits > top ? bits : top;
-  }
-  float max;
-  __builtin_memcpy(&max, &top, 4);
-  const bool finite = top < 0x7F800000u;
+  const float max = largest(x, n);
+  const bool finite = max < __builtin_inff();
   if (!finite || max < 0x1p-90f) {  // all zero (or as good as), or not a number: the scale says which
     f.scale = finite ? 0.0f : __builtin_nanf("");
     f.num = 2;

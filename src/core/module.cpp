@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bpe.h"
 #include "decoder.h"
@@ -311,6 +312,12 @@ NB_MODULE(_core, m) {
            NoGil())
       .def("combine", &Decoder::combine, NoGil())
       .def("finish", &Decoder::finish, "num"_a, "after"_a = 0, NoGil())
+      .def("take_fault",  // None, or (stage, layer, item)
+           [](Decoder& self) -> std::optional<std::tuple<int, int, int>> {
+             const Fault fault = self.take_fault();
+             if (fault.stage == Stage::kNone) return std::nullopt;
+             return std::make_tuple(static_cast<int>(fault.stage), fault.layer, fault.item);
+           })
       .def("head",
            [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, int row, int count, Array<float, 2> out) {
              const Affine4 piece = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),

@@ -13,8 +13,9 @@
      +- WriteError                output cannot be written
      +- PromptFileError           a saved prompt is damaged, or another model's
 
-Foreign text (tensor names, config values) enters a message only through `quote`, so that a message stays
-one line of printable ASCII whatever a file holds.
+Foreign values (tensor names, config values) enter a message through `quote`, as printable ASCII. Whatever else is in a
+message, a template's own words or a file's name, is made one clean line by the error itself, so that nothing in it
+drives a terminal or begins a line of a log.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import os
 from typing import Any
 
 _LONGEST_QUOTE = 120
+_LONGEST_MESSAGE = 2_000
 
 
 class SpileError(Exception):
     """The base of every error that spile raises on purpose; `hint` is a second sentence for the user."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
+        message = clean(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = None if hint is None else clean(hint)
 
 
 class ModelError(SpileError):
@@ -95,3 +98,22 @@ def quote(value: Any) -> str:
     if len(shown) > _LONGEST_QUOTE:
         shown = shown[: _LONGEST_QUOTE - 3] + "..."
     return shown
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Show a file's name as it is, or quoted where it would not be one clean line."""
+    text = os.fspath(path)
+    return text if text.isprintable() and len(text) <= _LONGEST_MESSAGE // 2 else quote(text)
+
+
+def clean(text: str) -> str:
+    """Show foreign text of any language: one line, 2,000 characters at most, and whatever has no shape of its own
+    (control characters, marks that turn the writing direction, halves of surrogate pairs) as an escape.
+    """
+    if len(text) > _LONGEST_MESSAGE:
+        text = text[: _LONGEST_MESSAGE - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
+    )

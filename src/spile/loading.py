@@ -5,6 +5,7 @@ It finds the files, checks what was asked against them, and chooses the engine. 
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Integral
@@ -18,6 +19,7 @@ from spile.model import Model, warn_of
 from spile.options import PROMPT_FOLDER_LIMIT
 from spile.sizes import format_size, parse_budget, parse_size
 from spile.text.prompts import OnNote
+from spile.text.renderer import Renderer, reserved_nbytes
 from spile.text.sidecar import read_sidecar, read_text
 from spile.text.tokenizer import open_tokenizer
 
@@ -42,6 +44,7 @@ def load(
     io: str = "auto",
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     context: int | None = None,
     prefill_chunk: int | None = None,
     activation_bytes: int = 2,
@@ -55,6 +58,7 @@ def load(
     prompt_cache: str | Path | None = None,
     prompt_cache_limit: int | str = PROMPT_FOLDER_LIMIT,
     chat_template: str | Path | None = None,
+    parse_special: bool = False,
     offline: bool = False,
     on_note: OnNote | None = None,
 ) -> Model:
@@ -62,13 +66,14 @@ def load(
 
     `memory` bounds the resident memory of the whole process (bytes, or a size such as "630MB"); None takes
     what the machine has. `threads` None means the physical cores. `io` is auto, buffered, direct or mapped;
-    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone; `activation_bytes` 3 is for
-    comparisons. `chat_template` is a file with a Jinja template to use instead of the model's own.
-    `prompt_cache_bytes` of the budget keep what was read of earlier prompts, so that one that begins alike is
-    not read again; a folder `prompt_cache` keeps it across runs, up to `prompt_cache_limit`. `flash_moe`,
-    `active_experts`, `shared_experts` and `reselect_every` size the pool by experts a layer instead of bytes
-    (docs/write-up.md). Headers and configs are read and checked now; weights with the first use. Notes, one
-    line each, go to `on_note`, by default to `warnings`.
+    `kv_bits` 32, 16, 8 or 4 for keys and values, `kv_v_bits` for values alone, `kv_ring_bits` for both in layers
+    with a sliding window (16 unless said); `activation_bytes` 3 is for comparisons. `chat_template` is a file with a
+    Jinja template to use instead of the model's own. With `parse_special` a mark such as `<|im_end|>` that stands in a
+    message counts as one; else it is text. `prompt_cache_bytes` of the budget keep what was read of
+    earlier prompts, so that one that begins alike is not read again; a folder `prompt_cache` keeps it across runs,
+    up to `prompt_cache_limit`. `flash_moe`, `active_experts`, `shared_experts` and `reselect_every` size the pool by
+    experts a layer instead of bytes (docs/write-up.md). Headers and configs are read and checked now; weights with
+    the first use. Notes, one line each, go to `on_note`, by default to `warnings`.
 
     Raises:
         ModelError: no such model, damaged or contradictory files, or an architecture that spile does not run.
@@ -92,6 +97,7 @@ def load(
         io=io,
         kv_bits=kv_bits,
         kv_v_bits=kv_v_bits,
+        kv_ring_bits=kv_ring_bits,
         context=context,
         prefill_chunk=prefill_chunk,
         activation_bytes=activation_bytes,
@@ -106,6 +112,18 @@ def load(
     tell = on_note or warn_of
     with ExitStack() as cleanup:
         folder = resolve(source, offline=offline)
+        sidecar = read_sidecar(folder)
+        if chat_template is not None:
+            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
+            if template is None:
+                raise TextError(f"there is no chat template {chat_template}")
+            sidecar = replace(sidecar, chat_template=template)
+        renderer = Renderer(budget_bytes)
+        cleanup.callback(renderer.close)
+        if sidecar.chat_template is not None and os.path.lexists(folder / "tokenizer.json"):
+            reserved = options.reserved_bytes + reserved_nbytes(budget_bytes)
+            options = replace(options, reserved_bytes=reserved)
+            renderer.start()  # to be ready when the rest is
         checkpoint = open_checkpoint(folder)
         opened = open_model(checkpoint)
         options.check_context(opened.spec.max_position_embeddings)
@@ -115,14 +133,7 @@ def load(
             options.check_experts(opened.spec.num_experts, opened.spec.num_experts_per_tok)
             if is_source(opened):
                 opened = _convert(opened, cleanup, tell)
-        _check_engine(opened, options)
-        tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=budget_bytes is None)
-        sidecar = read_sidecar(folder) if tokenizer is None else tokenizer.sidecar
-        if chat_template is not None:
-            template = read_text(Path(chat_template).expanduser(), hint="Save the template as UTF-8.")
-            if template is None:
-                raise TextError(f"there is no chat template {chat_template}")
-            sidecar = replace(sidecar, chat_template=template)
+        tokenizer = open_tokenizer(folder, sidecar, config=checkpoint.config, keep=budget_bytes is None)
         prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
         return Model(
             open_engine=lambda: _open_engine(opened, options),
@@ -134,6 +145,8 @@ def load(
             folder=folder,
             memory_bytes=budget_bytes,
             prompts=prompts,
+            renderer=renderer,
+            parse_special=parse_special,
             on_note=tell,
             resources=cleanup.pop_all(),
         )

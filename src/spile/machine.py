@@ -12,7 +12,22 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
+CPUINFO = Path("/proc/cpuinfo")
 _UNLIMITED = 2**60  # version 1 writes "no limit" as a number just below 2**63
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Name this machine in a record: processor, cores, bytes of memory, system. Touches /proc."""
+    import platform
+
+    import psutil
+
+    return {
+        "cpu": _cpu_name() or platform.processor() or platform.machine(),
+        "cores": physical_cores(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "os": f"{platform.platform()}, Python {platform.python_version()}",
+    }
 
 
 def physical_cores() -> int:
@@ -52,18 +67,31 @@ def memory_limit_bytes() -> int | None:
 
 
 def _darwin_cores() -> int:
+    try:  # performance cores: the efficiency cores would hold every loop's end back
+        return max(1, int(_sysctl("hw.perflevel0.physicalcpu")))
+    except ValueError:
+        return max(1, os.cpu_count() or 1)
+
+
+def _cpu_name() -> str:
+    """Return the processor's own name; empty where it has none."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string")
+    try:
+        lines = CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _sysctl(name: str) -> str:
     import subprocess
 
-    try:  # performance cores: the efficiency cores would hold every loop's end back
-        found = subprocess.run(
-            ["/usr/sbin/sysctl", "-n", "hw.perflevel0.physicalcpu"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return max(1, int(found.stdout))
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return max(1, os.cpu_count() or 1)
+    try:
+        found = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.stdout.strip()
 
 
 def _cpu_quota() -> int | None:

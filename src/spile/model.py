@@ -30,6 +30,7 @@ from spile.errors import (
     OptionError,
     SpileError,
     TextError,
+    clean,
     quote,
 )
 from spile.generation.generate import Chunk, Completion, Constraint, OnPrefill, check_prompt, generate, join
@@ -38,8 +39,10 @@ from spile.generation.options import Sampling, sampling_of
 from spile.generation.prompt_reuse import PromptReuse, continued
 from spile.memory import trim
 from spile.sizes import parse_budget
+from spile.text.marks import Marks
 from spile.text.prompts import OnNote, Prompt, PromptText, Rendering, check_ids_rendering, is_ids, prompt_text
 from spile.text.reasoning import ReasoningSplitter, can_reason
+from spile.text.renderer import Renderer
 from spile.text.sidecar import Sidecar, eos_ids_of
 from spile.text.tokenizer import Tokenizer
 
@@ -84,6 +87,8 @@ class Model:
         folder: Path | None = None,
         memory_bytes: int | None = None,
         prompts: PromptReuse | None = None,
+        renderer: Renderer | None = None,
+        parse_special: bool = False,
         on_note: OnNote | None = None,
         resources: ExitStack | None = None,
     ) -> None:
@@ -101,6 +106,10 @@ class Model:
         self._lock = threading.RLock()
         self._on_note = on_note or warn_of
         self._prompts = prompts or PromptReuse(str, on_note=self._on_note)
+        self._renderer = renderer or Renderer(memory_bytes)
+        self._parse_special = parse_special
+        self._marks: Marks | None = None
+        self._knows_bytes = False  # whether the tokenizer's were looked at
         self._told: set[str] = set()  # notes that need no second time
         self._resources = resources or ExitStack()
         self._closed = False
@@ -253,6 +262,10 @@ class Model:
             if not tokenizer.is_learned:  # a prompt of ids, before any text
                 self._make_room(tokenizer, "")
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
+        if not any(token_id < self.vocab_size for token_id in eos_ids):
+            self._tell_once(
+                "this model's files name no end token: an answer ends at a stop text or its limit alone"
+            )
         engine = self._opened()
         check_prompt(len(token_ids), engine.context, num_answer=num_answer)
         if save is not None:
@@ -356,6 +369,7 @@ class Model:
                 engine.close()
             if self.tokenizer is not None:
                 self.tokenizer.close()
+            self._renderer.close()
         finally:
             self._resources.close()
             engine = None  # nobody else has it, nor what it read
@@ -380,14 +394,42 @@ class Model:
                 f"{self.folder or 'this model'} has no tokenizer.json: it gives logits but cannot read text",
                 "Put the model's tokenizer.json beside its weights.",
             )
-        source = prompt_text(prompt, rendering, self._sidecar, self._tell_once)  # type: ignore[arg-type]
-        with self._alone():
-            return self._encode_text(self.tokenizer, source, add_bos)
+        tokenizer, is_first = self.tokenizer, self._marks is None
+        if not rendering.raw and self._sidecar.chat_template is not None:
+            self._renderer.start()  # while the tokenizer is read
+        try:
+            source = prompt_text(
+                prompt,  # type: ignore[arg-type]
+                rendering,
+                self._sidecar,
+                self._renderer,
+                self._tell_once,
+                None if self._parse_special else lambda: self._found_marks(tokenizer),
+            )
+            with self._alone():
+                return self._encode_text(tokenizer, source, add_bos)
+        finally:
+            if is_first and not tokenizer.keep:  # the marks were read, and perhaps nothing was encoded then
+                tokenizer.release()
+
+    def _found_marks(self, tokenizer: Tokenizer) -> Marks:
+        if self._marks is None:
+            with self._alone():
+                if not tokenizer.is_learned:
+                    self._make_room(tokenizer, "")
+                self._marks = Marks(tokenizer.added, self._sidecar.chat_template or "")
+        return self._marks
 
     def _encode_text(self, tokenizer: Tokenizer, source: PromptText, add_bos: bool) -> EncodedPrompt:
         self._check_length(source.text)
         self._make_room(tokenizer, source.text)
-        token_ids = tokenizer.encode(source.text, add_bos)
+        token_ids = tokenizer.encode(source.text, add_bos, source.hidden)
+        if not self._knows_bytes:
+            self._knows_bytes = True
+            if lost := tokenizer.num_lost_bytes:
+                self._on_note(
+                    f"this tokenizer has no entry for {lost} bytes: texts lose the characters that have them"
+                )
         highest = max(token_ids, default=0)
         if highest >= self.vocab_size:
             raise TextError(
@@ -532,4 +574,4 @@ class Model:
 
 
 def warn_of(note: str) -> None:
-    warnings.warn(note, stacklevel=3)
+    warnings.warn(clean(note), stacklevel=3)

@@ -17,7 +17,7 @@ KV_BITS = (32, 16, 8, 4)
 class EngineOptions:
     """What a user may ask of an engine. Checked when made.
 
-    `kv_bits`, `kv_v_bits` and `activation_bytes` change the answer's last digits; `flash_head`, and
+    `kv_bits`, `kv_v_bits`, `kv_ring_bits` and `activation_bytes` change the answer's last digits; `flash_head`, and
     `reselect_every` other than 1, make it approximate; nothing else changes a bit of it.
 
     Raises: OptionError naming the option, its value and its range.
@@ -29,6 +29,7 @@ class EngineOptions:
     io: str = "auto"
     kv_bits: int = 16  # of keys
     kv_v_bits: int | None = None  # of values; None: the keys'
+    kv_ring_bits: int | None = None  # of both, in layers with a sliding window; None: 16, or 32 beside 32
     context: int | None = None  # tokens; None: what the plan finds room for
     prefill_chunk: int | None = None  # tokens
     activation_bytes: int = 2  # 3: a third byte for every activation, for comparisons
@@ -42,13 +43,15 @@ class EngineOptions:
     flash_head: bool = False  # the checkpoint's clustered head: approximate
     sequences: int = 1  # states at once that the plan keeps KV room for
     prompt_cache_bytes: int = 0  # of the budget, for keys and values of earlier prompts
+    reserved_bytes: int = 0  # of the budget, that others in this process or its helper processes may take
 
     def __post_init__(self) -> None:
         _check_choice("engine", self.engine, ENGINES)
         _check_choice("io", self.io, IO_MODES)
         _check_choice("kv_bits", self.kv_bits, KV_BITS)
-        if self.kv_v_bits is not None:
-            _check_choice("kv_v_bits", self.kv_v_bits, KV_BITS)
+        for name, bits in (("kv_v_bits", self.kv_v_bits), ("kv_ring_bits", self.kv_ring_bits)):
+            if bits is not None:
+                _check_choice(name, bits, KV_BITS)
         _check_choice("activation_bytes", self.activation_bytes, (2, 3))
         for name, value, most in (
             ("memory", self.memory_bytes, 2**50),
@@ -67,6 +70,7 @@ class EngineOptions:
             ("shared_experts", self.shared_experts, 2**16),
             ("reselect_every", self.reselect_every, 2**30),
             ("prompt_cache_bytes", self.prompt_cache_bytes, 2**50),
+            ("reserved_bytes", self.reserved_bytes, 2**50),
         ):
             if isinstance(count, bool) or not isinstance(count, Integral) or not 0 <= count <= most:
                 raise OptionError(f"{name} is {quote(count)}: it must be an integer from 0 to {most:,}")

@@ -19,14 +19,17 @@ holds no model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from spile import __version__
 from spile.agreement import Agreement, compare
 from spile.errors import OptionError, UnsupportedModelError, quote
+from spile.machine import describe_machine
 from spile.sizes import format_size
 from spile.verify_row import Configuration, Row, Task, run
 
@@ -44,7 +47,10 @@ TEXT = (
     '1 warm day in 1,234 cold ones is enough." '
 )
 SMALL_EXPERT_NBYTES = 10**9  # below it, rows that would take long on a large model are made too
-LARGE_MODEL_TOKENS = 48  # at 8 of 256 experts a token, reaches about 3 of 4 experts of every layer
+# Of a large model: longer than its window, than a chunk, and than the ring of a row with chunks of 64 (768 positions).
+LARGE_MODEL_TOKENS = 800
+LARGE_MODEL_HASHED = 48  # at 8 of 256 experts a token, reaches about 3 of 4 experts of every layer
+SCALAR_TOKENS = 4  # of a large model
 DEFAULT_BUDGETS = (630_000_000, 1_000_000_000, 2_000_000_000)
 DECODED = 8
 
@@ -60,12 +66,16 @@ class Report:
     model: str
     text: str  # where the ids came from
     num_tokens: int
+    num_hashed: int  # the last so many, whose logits were compared
     num_decoded: int
     kv_bits: int
-    kv_v_bits: int | None
+    kv_v_bits: int
+    kv_ring_bits: int
     rows: tuple[Row, ...]
     files: Any | None = field(default=None)  # a digests.FileCheck, or None when the files were not looked at
     is_across_engines: bool = False  # both engines were asked for
+    machine: Mapping[str, str | int] = field(default_factory=describe_machine)
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     agreements: tuple[Agreement, ...] = ()
 
     @property
@@ -89,12 +99,18 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
+            "verdict": self.verdict(),
             "model": self.model,
+            "version": __version__,
+            "machine": dict(self.machine),
+            "date": self.date,
             "text": self.text,
             "num_tokens": self.num_tokens,
+            "num_hashed": self.num_hashed,
             "num_decoded": self.num_decoded,
             "kv_bits": self.kv_bits,
-            "kv_v_bits": self.kv_bits if self.kv_v_bits is None else self.kv_v_bits,
+            "kv_v_bits": self.kv_v_bits,
+            "kv_ring_bits": self.kv_ring_bits,
             "rows": [row.as_dict() for row in self.rows],
             "files": None if self.files is None else self.files.as_dict(),
             "agreements": [{**asdict(each), "ok": each.ok} for each in self.agreements],
@@ -138,6 +154,7 @@ def verify(
     decoded: int = DECODED,
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     files: bool = True,
     manifest: Path | None = None,
     record: bool = False,
@@ -149,9 +166,9 @@ def verify(
     """Compute the certificate of a model: a folder, a hub id, or None for the demo model.
 
     `memories` (bytes), `threads` and `chunks` replace the built-in rows by their product. `tokens` is the
-    length of the text; by default it passes the sliding window on a small model and is short on a large
-    one. `engine` is auto (the one that runs the model by default), cpu, mlx, or both, which compares them too.
-    `on_row` gets every row as it is done, `on_progress` bytes digested and in all. Reads the whole
+    length of the text; by default it passes the sliding window. Logits are computed at all of its positions, of a
+    large model at the last 48. `engine` is auto (the one that runs the model by default), cpu, mlx, or both, which
+    compares them too. `on_row` gets every row as it is done, `on_progress` bytes digested and in all. Reads the whole
     checkpoint once, and runs the model once a row.
 
     Raises:
@@ -166,6 +183,7 @@ def verify(
     from spile.files.hub import resolve
     from spile.making.convert import is_source
     from spile.options import EngineOptions
+    from spile.residency.kv import asked_format
 
     if engine not in ENGINES:
         raise OptionError(f"engine is {quote(engine)}: it must be one of {', '.join(ENGINES)}")
@@ -190,7 +208,9 @@ def verify(
 
     room = model.spec.max_position_embeddings - decoded
     if tokens is None:
-        tokens = min(window + 32, 512) if small else LARGE_MODEL_TOKENS
+        # On MLX's CPU backend a token of a large model takes a minute.
+        large = LARGE_MODEL_TOKENS if engines == ("cpu",) else LARGE_MODEL_HASHED
+        tokens = min(window + 32, 512) if small else large
         tokens = min(tokens, room)
     if tokens > room or room < 1:
         raise OptionError(
@@ -199,6 +219,7 @@ def verify(
         )
     ids, text = _fixed_ids(folder, model.checkpoint.config, model.spec.vocab_size, tokens)
 
+    num_hashed = tokens if small else min(tokens, LARGE_MODEL_HASHED)
     configurations: list[Configuration] = []
     for name in engines:
         if memories or threads or chunks:
@@ -215,7 +236,8 @@ def verify(
     if files:
         check = check_files(model.checkpoint, manifest=manifest, record=record, on_progress=on_progress)
 
-    task = Task(folder, tuple(ids), decoded, kv_bits, kv_v_bits)
+    kv = asked_format(EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
+    task = Task(folder, tuple(ids), num_hashed, decoded, kv.key_bits, kv.value_bits, kv.ring_bits)
     rows: list[Row] = []
 
     def add(configuration: Configuration, keep: Path | None) -> bool:
@@ -250,9 +272,11 @@ def verify(
         model=str(source) if source is not None else "the demo model",
         text=text,
         num_tokens=tokens,
+        num_hashed=num_hashed,
         num_decoded=decoded,
-        kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits,
+        kv_bits=kv.key_bits,
+        kv_v_bits=kv.value_bits,
+        kv_ring_bits=kv.ring_bits,
         rows=tuple(rows),
         files=check,
         is_across_engines=engine == "both",
@@ -277,7 +301,7 @@ def _sizes(model: OwnModel | ForeignModel) -> tuple[int, int, int]:
 
 def heading() -> str:
     """Return the heading over `line`."""
-    return f"{'memory':>9} {'threads':>7} {'chunk':>5} {'io':<8} {'by':<7} {'peak':>8} {'resident':>8} " + (
+    return f"{'memory':>9} {'threads':>7} {'chunk':>6} {'io':<8} {'by':<7} {'peak':>8} {'resident':>8} " + (
         f"{'read':>8} {'seconds':>7} {'tokens':>6}  sha256"
     )
 
@@ -287,7 +311,8 @@ def line(row: Row) -> str:
     c = row.configuration
     memory = "all" if c.memory_bytes is None else _size(c.memory_bytes)
     memory = f"{c.slots} slots" if c.slots is not None else memory
-    cells = f"{memory:>9} {c.threads or 'auto':>7} {c.prefill_chunk or 'auto':>5} "
+    chunk = f"{c.prefill_chunk or 'auto'}" + (f"/{c.last_step}" if c.last_step else "")
+    cells = f"{memory:>9} {c.threads or 'auto':>7} {chunk:>6} "
     by = c.isa or ("auto" if c.engine == "cpu" else c.engine)
     cells += f"{c.io:<8} {by + '+' if c.is_precise else by:<7} "
     if row.state in ("skipped", "failed"):
@@ -312,13 +337,19 @@ def _default_configurations(
     """Return the rows made when the user names none: all resident first, then one thing changed at a time,
     then several.
 
-    On the 20B model the ten rows took 77 s in all (two busy cores, files in the page cache, 2026-11-30).
+    A large model reads the beginning of the text in chunks, and only the tokens whose logits count singly or seven at
+    a time. On the 20B model the twelve rows took 94 s of CPU time (2026-12-01).
     """
+
+    def in_steps(row: Configuration, step: int) -> Configuration:
+        return replace(row, prefill_chunk=step) if small else replace(row, last_step=step)
+
+    first = Configuration()
     rows = [
-        Configuration(),
+        first,
         Configuration(threads=1),
-        Configuration(threads=3, prefill_chunk=7),
-        Configuration(prefill_chunk=1),
+        in_steps(Configuration(threads=3, prefill_chunk=64), 7),
+        in_steps(first, 1),
     ]
     budgets = [memory for memory in DEFAULT_BUDGETS if memory < expert_nbytes]
     if budgets:
@@ -326,9 +357,14 @@ def _default_configurations(
     else:  # a budget would hold everything: bound the pool itself
         smallest, *larger = (Configuration(slots=n) for n in _pool_sizes(num_experts, num_chosen))
     rows += [smallest, *larger]
-    rows.append(replace(smallest, io="buffered", threads=1, prefill_chunk=7))
-    rows.append(replace(smallest, io="direct", prefill_chunk=1))  # token by token, so that it reads ahead
+    rows.append(in_steps(replace(smallest, io="buffered", threads=1), 7))
+    rows.append(in_steps(replace(smallest, io="direct"), 1))  # token by token, so that it reads ahead
     rows += [replace(smallest, isa=isa) for isa in _other_isas() if isa != "scalar" or small]
+    if not small:
+        rows += [
+            replace(first, num_tokens=SCALAR_TOKENS),
+            replace(first, num_tokens=SCALAR_TOKENS, isa="scalar"),
+        ]
     return rows
 
 

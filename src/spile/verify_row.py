@@ -1,9 +1,10 @@
 """One way of running a model -> its row of the certificate: the digest of its logits, from a process of its own.
 
 The process opens the model with one configuration (engine, memory, threads, prefill chunk, way of reading,
-instruction set), computes the logits of given tokens at every position, goes on greedily for a few, and prints
-the SHA-256 of all those logits. `run` starts it and is all that a caller needs; `python -m spile.verify_row` is
-its other half. Which ways there are, and what their rows prove, is `verify.py`'s.
+instruction set), reads given tokens, computes the logits at the last of them (at all, where the text is short),
+goes on greedily for a few, and prints the SHA-256 of all those logits. `run` starts it and is all that a caller
+needs; `python -m spile.verify_row` is its other half. Which ways there are, and what their rows prove, is
+`verify.py`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +26,9 @@ from numpy.typing import NDArray
 from spile import errors
 from spile.errors import BudgetError, ModelError, OptionError, SpileError
 
+_KEPT_STDERR = 4000  # characters
+_MOST_LOGITS = 2_500_000  # computed at once, 10 MB
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -35,6 +40,8 @@ class Configuration:
     prefill_chunk: int | None = None
     io: str = "auto"
     isa: str | None = None
+    last_step: int | None = None  # tokens at a time where logits are computed; None: as many as a chunk has
+    num_tokens: int | None = None  # of the text: its first ones alone, where a row would take long
     engine: str = "cpu"
     is_precise: bool = (
         False  # as many digits as the engine has: float32 keys, values and activations, or more
@@ -43,7 +50,8 @@ class Configuration:
     @property
     def group(self) -> tuple[object, ...]:
         """What rows must have in common to be equal bit for bit. MLX's kernels depend on the chunk."""
-        return self.engine, self.is_precise, self.prefill_chunk if self.engine == "mlx" else None
+        chunk = self.prefill_chunk if self.engine == "mlx" else None
+        return self.engine, self.is_precise, chunk, self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,13 @@ class Task:
 
     folder: Path
     token_ids: tuple[int, ...]
+    num_hashed: (
+        int  # the last so many of them, whose logits are computed; what is before reaches them by attention
+    )
     num_decoded: int  # tokens after them
     kv_bits: int
-    kv_v_bits: int | None  # None: as keys
+    kv_v_bits: int
+    kv_ring_bits: int  # of sliding layers
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Row:
     bytes_read: int | None = None
     sha256: str | None = None
     token_ids: tuple[int, ...] = ()  # those decoded greedily
+    stderr: str | None = None  # the end of what a process said that did not end well
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,16 +116,25 @@ def run(configuration: Configuration, task: Task, *, keep: Path | None = None) -
     try:
         answer = json.loads(process.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        code = process.returncode
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        return Row(configuration, "failed", f"the process {how}: {last}")
+        answer = None
+    code, said = process.returncode, process.stderr.strip()
+    if answer is None or code:  # also after its answer: a process that dies at its end did not end well
+        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        last = (said.splitlines() or ["no message"])[-1]
+        return Row(configuration, "failed", f"the process {how}: {last}", stderr=said[-_KEPT_STDERR:])
     if "error" not in answer:
         return Row(configuration, "ok", **{**answer, "token_ids": tuple(answer["token_ids"])})
     kind = getattr(errors, answer["error"], SpileError)
     if issubclass(kind, (OptionError, ModelError)):  # not of this row only
         raise kind(answer["message"], answer["hint"])
     return Row(configuration, "skipped" if issubclass(kind, BudgetError) else "failed", answer["message"])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
 
 
 def _python_path() -> str:
@@ -130,7 +152,8 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
 
     start = time.perf_counter()
     settings, task = job["configuration"], job["task"]
-    ids, decoded = task["token_ids"], task["num_decoded"]
+    ids, decoded = task["token_ids"][: settings["num_tokens"]], task["num_decoded"]
+    num_before = max(0, len(ids) - task["num_hashed"])
     needs_float32 = settings["is_precise"] and settings["engine"] == "cpu"
     options = EngineOptions(
         engine=settings["engine"],
@@ -141,15 +164,20 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         io=settings["io"],
         kv_bits=32 if needs_float32 else task["kv_bits"],
         kv_v_bits=None if needs_float32 else task["kv_v_bits"],
+        kv_ring_bits=None if needs_float32 else task["kv_ring_bits"],
         activation_bytes=3 if settings["is_precise"] else 2,
         context=len(ids) + decoded,
     )
     engine = open_engine(open_model(open_checkpoint(Path(task["folder"]))), options)
     state = engine.new_state()
     sha, finite, logits = hashlib.sha256(), True, np.empty((0, 0), np.float32)
-    # A chunk at a time: logits of all 48 tokens of the large model are 29 MB that no plan has counted.
-    step = min(settings["prefill_chunk"] or len(ids), len(ids))
-    for at in range(0, len(ids), step):
+    if num_before:
+        engine.prefill(state, ids[:num_before])
+    # A few at a time: logits of 48 tokens of the large model are 29 MB that no plan has counted.
+    step = settings["last_step"] or min(
+        settings["prefill_chunk"] or len(ids), max(1, _MOST_LOGITS // engine.vocab_size)
+    )
+    for at in range(num_before, len(ids), step):
         del logits
         logits = engine.logits(state, ids[at : at + step])  # [T, V]
         sha.update(_bytes_of(logits))

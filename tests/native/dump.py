@@ -5,6 +5,7 @@ python tests/native/dump.py FOLDER      writes the dumps of `write_all` into FOL
 
 from __future__ import annotations
 
+import shutil
 import struct
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ def write_dump(
     *,
     kv_bits: int = 16,
     kv_v_bits: int | None = None,
+    kv_ring_bits: int | None = None,
     activation_bytes: int = 2,
 ) -> None:
     """Write the dump of a model with row alphas or group scales."""
@@ -57,7 +59,7 @@ def write_dump(
     experts, rope = spec.first_experts, rope_of(spec)
     assert experts is not None
     assert rope is not None
-    kv = kv_format(spec, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits))
+    kv = kv_format(spec, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
     header = struct.pack(
         "<8s18i4f",
         b"SPILEFW3",
@@ -96,7 +98,8 @@ def write_dump(
 
         def linear(weight: Weight) -> None:
             tensor(f"{weight.name}.weight")
-            blob(read_row_alpha(model, weight))
+            name = f"{weight.name}.row_alpha"  # unchecked, where it lies in the file
+            blob(checkpoint.read(name) if name in checkpoint.tensors else read_row_alpha(model, weight))
 
         file.write(header + bytes(spec.layer_is_sliding))
         file.write(bytes(layer.attention.rope is not None for layer in spec.layers))
@@ -121,6 +124,16 @@ def write_dump(
         blob(np.asarray(token_ids, np.int64))
 
 
+# By what forward prints of them (stage and layer): a tensor that holds nothing but this BF16 value.
+FAULTS = {
+    "fault-2-0": ("model.layers.0.self_attn.k_norm.weight", 0x7F80),
+    "fault-3-1": ("model.layers.1.mlp.gate.weight", 0xFF80),
+    "fault-4-2": ("model.layers.2.mlp.switch_mlp.gate_proj.row_alpha", 0x7FC0),
+    "fault-4-1": ("model.layers.1.mlp.switch_mlp.up_proj.row_alpha", 0x7F80),
+    "fault-6-3": ("lm_head.biases", 0xFF80),
+}
+
+
 def fnv1a(data: bytes) -> str:
     """Return FNV-1a, 64 bits, as forward prints it."""
     value = 14695981039346656037
@@ -138,12 +151,19 @@ def write_all(folder: Path) -> dict[str, tuple[Path, list[int], dict[str, int]]]
     dumps: dict[str, tuple[Path, list[int], dict[str, int]]] = {
         "golden": (GOLDEN / "mlx-2bit", golden_ids, {}),
         "golden32": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 32, "activation_bytes": 3}),
-        "golden8": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 8, "kv_v_bits": 4}),
+        "golden8": (GOLDEN / "mlx-2bit", golden_ids, {"kv_bits": 8, "kv_v_bits": 4, "kv_ring_bits": 8}),
         "tails": (folder / "tails", tails_ids, {}),
-        "tails4": (folder / "tails", tails_ids, {"kv_bits": 4}),
+        "tails4": (folder / "tails", tails_ids, {"kv_bits": 4, "kv_ring_bits": 4}),
     }
     for name, (model, ids, options) in dumps.items():
         write_dump(model, folder / f"{name}.dump", ids, **options)
+    for name, (tensor_name, bits) in FAULTS.items():
+        damaged = shutil.copytree(folder / "tails", folder / name, dirs_exist_ok=True)
+        tensor = open_checkpoint(damaged).tensors[tensor_name]
+        with (damaged / "model.safetensors").open("r+b") as file:
+            file.seek(tensor.offset)
+            file.write(bits.to_bytes(2, "little") * (tensor.nbytes // 2))
+        write_dump(damaged, folder / f"{name}.dump", tails_ids)
     return dumps
 
 

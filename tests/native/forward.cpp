@@ -193,6 +193,11 @@ int main(int argc, char** argv) {
     float* out = logits.data() + static_cast<size_t>(start) * static_cast<size_t>(h.vocab_size);
     decoder.head(head, 0, h.vocab_size, out);
     cache.position += T;
+    const Fault fault = decoder.take_fault();
+    if (fault.stage != Stage::kNone) {  // which NaN it became is the processor's
+      std::printf("fault-%d-%d\n", static_cast<int>(fault.stage), fault.layer);
+      return 0;
+    }
   }
   uint64_t hash = 14695981039346656037u;
   const unsigned char* bytes = reinterpret_cast<const unsigned char*>(logits.data());

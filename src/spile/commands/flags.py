@@ -118,6 +118,16 @@ KvVBits = Annotated[
         "--kv-v-bits", metavar="N", help="32, 16, 8 or 4, of values alone; default: as keys.", panel=MACHINE
     ),
 ]
+KvRingBits = Annotated[
+    int | None,
+    option(
+        "--kv-ring-bits",
+        metavar="N",
+        help="32, 16, 8 or 4, in sliding layers; default 16.",
+        panel=MACHINE,
+        hidden=True,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,12 @@ class TemplateFlags:
             "--template-args", metavar="JSON", help="More arguments of the template, an object.", panel=PROMPT
         ),
     ] = None
+    parse_special: Annotated[
+        bool,
+        option(
+            "--parse-special", help="Marks such as <|im_end|> in messages count.", panel=PROMPT, hidden=True
+        ),
+    ] = False
     think: Annotated[
         str,
         option(
@@ -286,6 +302,7 @@ class EngineFlags:
     io: Io = _ENGINE.io
     kv_bits: KvBits = _ENGINE.kv_bits
     kv_v_bits: KvVBits = _ENGINE.kv_v_bits
+    kv_ring_bits: KvRingBits = _ENGINE.kv_ring_bits
     context: Annotated[
         int | None,
         option("--context", metavar="N", help="Most tokens in all; default: what has room.", panel=MACHINE),
@@ -348,6 +365,7 @@ class EngineFlags:
             io=self.io,
             kv_bits=self.kv_bits,
             kv_v_bits=self.kv_v_bits,
+            kv_ring_bits=self.kv_ring_bits,
             flash_moe=self.flash_moe,
             active_experts=self.active_experts,
             shared_experts=self.shared_experts,
@@ -360,6 +378,7 @@ class EngineFlags:
             prompt_cache=prompts.prompt_cache,
             prompt_cache_limit=parse_size(prompts.prompt_cache_limit, name="--prompt-cache-limit"),
             chat_template=template.chat_template,
+            parse_special=template.parse_special,
             offline=self.offline,
             on_note=note,
         )

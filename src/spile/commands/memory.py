@@ -20,6 +20,7 @@ from spile.commands.flags import (
     Io,
     Json,
     KvBits,
+    KvRingBits,
     KvVBits,
     Model_,
     ModelArgument,
@@ -63,6 +64,7 @@ def plan(
     io: Io = "auto",
     kv_bits: KvBits = 16,
     kv_v_bits: KvVBits = None,
+    kv_ring_bits: KvRingBits = None,
     flash_moe: FlashMoe = False,
     active_experts: ActiveExperts = None,
     shared_experts: SharedExperts = 0,
@@ -90,12 +92,13 @@ def plan(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import USUAL_ROUTING, forecast
     from spile.residency.plan import make_plan, memory_now
+    from spile.text.renderer import reserved_nbytes
 
     stdout = Stdout(sys.stdout)
     options = EngineOptions(
         memory_bytes=size_of(memory), context=context, threads=threads, io=io, kv_bits=kv_bits,
-        kv_v_bits=kv_v_bits, flash_moe=flash_moe, active_experts=active_experts, shared_experts=shared_experts,
-        sequences=sequences,
+        kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits, flash_moe=flash_moe, active_experts=active_experts,
+        shared_experts=shared_experts, sequences=sequences,
     )  # fmt: skip
     with _opened_any(source, offline) as (own, files):
         options.check_context(own.spec.max_position_embeddings)
@@ -107,8 +110,8 @@ def plan(
             note(f"{why}; this is what a pool of its experts would take")
         options.check_experts(own.spec.num_experts, own.spec.num_experts_per_tok)
         routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, own)
-        if why is None:
-            _load_text(files.folder)
+        if why is None and _load_text(files.folder):
+            options = replace(options, reserved_bytes=reserved_nbytes(options.memory_bytes))
         now = memory_now()
         made = make_plan(own, ExpertTable(own), options, now)
         measured = _probe(own, made, options, files) if probe and why is None else None
@@ -188,12 +191,13 @@ def _add_speeds(
     from spile.residency.experts import ExpertTable
     from spile.residency.forecast import forecast, routing_of
     from spile.residency.plan import memory_now
+    from spile.text.renderer import reserved_nbytes
 
     with _opened(source, offline) as (own, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
         routing = routing_of(recorded.ids, recorded.num_experts, own.spec, str(file), hit_rates)
-        _load_text(files.folder)
-        now, table, options = memory_now(), ExpertTable(own), EngineOptions()
+        options = EngineOptions(reserved_bytes=reserved_nbytes(None) if _load_text(files.folder) else 0)
+        now, table = memory_now(), ExpertTable(own)
         plans = [least_plan(own, table, options, now, row["num_slots"]) for row in rows]
         probe = _probe(own, plans[0], options, files)
         for row, made in zip(rows, plans, strict=True):
@@ -313,8 +317,10 @@ def _routing(path: Path, own: OwnModel) -> Routing:
     return routing_of(recorded.ids, recorded.num_experts, own.spec, str(path))
 
 
-def _load_text(folder: Path) -> None:
-    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan."""
+def _load_text(folder: Path) -> bool:
+    """Hold what `generate` holds when it plans: what the process has by then is a part of the plan. Say whether there
+    is a chat template.
+    """
     import spile.commands.generate
     import spile.console.terminal
     import spile.engines.cpu.engine  # noqa: F401
@@ -322,6 +328,7 @@ def _load_text(folder: Path) -> None:
     with _opened_text(folder) as model:
         if model.tokenizer is not None:
             model.encode("Once upon a time", raw=model.chat_template is None)
+        return model.tokenizer is not None and model.chat_template is not None
 
 
 def _opened_text(folder: Path) -> Model:

@@ -13,6 +13,7 @@ from spile.commands.flags import (
     Debug,
     Json,
     KvBits,
+    KvRingBits,
     KvVBits,
     Model_,
     ModelArgument,
@@ -41,6 +42,7 @@ def verify(
     ] = "auto",
     kv_bits: KvBits = 16,
     kv_v_bits: KvVBits = None,
+    kv_ring_bits: KvRingBits = None,
     files: Annotated[bool, option("--files/--no-files", help="Compare the files' digests.")] = True,
     manifest: Annotated[
         Path | None, option("--manifest", help="Compare with the digests in this file; write it if absent.")
@@ -86,6 +88,7 @@ def verify(
             tokens=tokens,
             kv_bits=kv_bits,
             kv_v_bits=kv_v_bits,
+            kv_ring_bits=kv_ring_bits,
             files=files,
             manifest=manifest,
             record=record,

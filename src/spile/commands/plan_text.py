@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from spile.errors import clean
 from spile.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _PARTS = {
     "process": "interpreter, libraries, text",
+    "reserved": "what the chat template's process and requests may take",
     "weights": "attention, routers, norms, row alphas",
     "head": "resident rows of the head, buffers for the others",
     "kv": "keys and values of a full context",
@@ -46,7 +48,7 @@ def plan_lines(
 ) -> list[str]:
     """Say all that `spile plan` says."""
     total = own.spec.num_routed_experts
-    lines = [name, *parts_lines(made.parts, made.budget_nbytes)]
+    lines = [clean(name), *parts_lines(made.parts, made.budget_nbytes)]
     if made.is_mapped:
         lines.append("everything fits: files are mapped and used in place")
     else:
@@ -71,7 +73,7 @@ def foreign_lines(name: str, made: MlxPlan) -> list[str]:
     else:
         experts = f"fits: {made.num_slots:,} of {made.num_experts:,} experts resident, reads buffered"
     size = f"context {made.context:,} tokens, prefill chunk {made.prefill_chunk} tokens, mlx engine"
-    return [name, *parts_lines(made.parts, made.budget_nbytes), experts, size]
+    return [clean(name), *parts_lines(made.parts, made.budget_nbytes), experts, size]
 
 
 def foreign_dict(name: str, made: MlxPlan) -> dict[str, Any]:

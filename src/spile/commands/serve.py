@@ -153,6 +153,10 @@ def serve(
             "--chat-template", metavar="FILE", help="A Jinja template in place of the model's.", panel=ANSWER
         ),
     ] = None,
+    parse_special: Annotated[
+        bool,
+        option("--parse-special", help="Marks such as <|im_end|> in messages count.", panel=ANSWER),
+    ] = False,
     prompts: PromptCacheFlags = PromptCacheFlags(),  # noqa: B008
     engine: EngineFlags = EngineFlags(),  # noqa: B008
     debug: Debug = False,
@@ -185,7 +189,7 @@ def serve(
 
         def open_model() -> Model:
             return engine.load(
-                TemplateFlags(chat_template=chat_template),
+                TemplateFlags(chat_template=chat_template, parse_special=parse_special),
                 model=source,
                 sequences=server.sequences(budget),
                 prompt_cache_bytes=cache_nbytes,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spile.errors import OptionError, SpileError, TextError, WriteError, quote
+from spile.errors import OptionError, SpileError, TextError, WriteError, shown
+from spile.files.whole import read_whole
 from spile.text.messages import Message, plain_messages
 
 _LONGEST_FILE_NBYTES = 64_000_000  # more than any context holds
@@ -81,10 +81,10 @@ class Conversation:
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
         try:
             if path.exists() and not _holds_conversation(path):
-                raise WriteError(f"{_shown(path)} is there and holds no conversation", "Choose another name.")
+                raise WriteError(f"{shown(path)} is there and holds no conversation", "Choose another name.")
             _replace(path, text.encode())
         except (OSError, ValueError) as error:  # ValueError: a name that cannot be one, a text without UTF-8
-            raise WriteError(f"{_shown(path)} cannot be written: {_reason(error)}") from error
+            raise WriteError(f"{shown(path)} cannot be written: {_reason(error)}") from error
 
     def load(self, path: Path) -> None:
         """Take the messages of a file that `save` wrote, or of a bare JSON list of messages.
@@ -99,33 +99,25 @@ def _read(path: Path) -> list[Any]:
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise TextError(f"{_shown(path)} is not valid JSON: {error}") from error
+        raise TextError(f"{shown(path)} is not valid JSON: {error}") from error
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list):
-        raise OptionError(f"{_shown(path)} holds no list of messages")
+        raise OptionError(f"{shown(path)} holds no list of messages")
     for index, message in enumerate(messages):
         try:
             json.dumps(message, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise OptionError(
-                f"{_shown(path)}: messages[{index}] holds half of a surrogate pair, which is no text"
+                f"{shown(path)}: messages[{index}] holds half of a surrogate pair, which is no text"
             ) from error
     return messages
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe may never end
-            raise TextError(f"{_shown(path)} cannot be read: it is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_LONGEST_FILE_NBYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise TextError(f"{_shown(path)} cannot be read: {_reason(error)}") from error
-    if len(data) > _LONGEST_FILE_NBYTES:
-        raise TextError(
-            f"{_shown(path)} is longer than the {_LONGEST_FILE_NBYTES:,} bytes that a conversation may have"
-        )
-    return data
+        return read_whole(path, _LONGEST_FILE_NBYTES, TextError)
+    except FileNotFoundError as error:
+        raise TextError(f"{shown(path)} cannot be read: {_reason(error)}") from error
 
 
 def _holds_conversation(path: Path) -> bool:
@@ -147,10 +139,6 @@ def _replace(path: Path, data: bytes) -> None:
         with suppress(OSError, ValueError):
             temporary.unlink()
         raise
-
-
-def _shown(path: Path) -> str:
-    return str(path) if str(path).isprintable() else quote(str(path))
 
 
 def _reason(error: OSError | ValueError) -> str:

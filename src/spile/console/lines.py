@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spile.console.terminal import note
-from spile.errors import OptionError
+from spile.errors import OptionError, SpileError
+from spile.files.whole import read_whole
 
 _PROMPT, _MORE = "> ", ". "
 _BLOCK = '"""'
 _MOST_REMEMBERED = 1000
 _PASTE_SECONDS = 0.02  # between two lines of a paste, where the terminal does not mark pastes
+_MOST_HISTORY_NBYTES = 64_000_000
 
 
 class Lines(Protocol):
@@ -148,8 +150,8 @@ class TerminalLines:
         if self._history is None:
             return []
         messages: list[str] = []
-        with suppress(OSError):
-            for line in self._history.read_bytes().splitlines():
+        with suppress(OSError, SpileError):
+            for line in read_whole(self._history, _MOST_HISTORY_NBYTES, SpileError).splitlines():
                 with suppress(ValueError, RecursionError):
                     message = json.loads(line)
                     if isinstance(message, str):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from spile.errors import WriteError
+from spile.errors import WriteError, clean
 from spile.memory import current_memory_bytes
 from spile.sizes import format_size
 
@@ -403,7 +403,10 @@ def unanswered_note(stats: Stats, context: int) -> str:
 
 
 def note(text: str, *, word: str = "note: ") -> None:
-    """Write a line to standard error, below an answer's unfinished one; where that is closed, to nobody."""
+    """Write a line to standard error, below an answer's unfinished one; where that is closed, to nobody. Foreign text
+    in it does not drive the terminal.
+    """
+    text = "\n".join(map(clean, text.split("\n")))
     with suppress(OSError):
         begins = "\n" if _cursor.column and sys.stderr.isatty() else ""
         print(f"{begins}{word}{text}", file=sys.stderr, flush=True)

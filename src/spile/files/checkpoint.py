@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from spile.errors import CheckpointError, ModelNotFoundError, ReadError, quote
-from spile.files.safetensors import read_header, strict_json
+from spile.files.safetensors import check_text, read_header, strict_json
+from spile.files.whole import read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
-_LARGEST_CONFIG_NBYTES = 10_000_000
-_LARGEST_INDEX_NBYTES = 100_000_000
+LARGEST_CONFIG_NBYTES = 10_000_000
+_LARGEST_INDEX_NBYTES = 32_000_000
 _LONGEST_NAME_NBYTES = 255  # of a file, on every file system in use
 FLASH_HEAD_NAME = "model-flashhead.safetensors"  # optional, lies beside the shards on purpose
 _SHARD_OF = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -144,7 +145,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     check_folder(folder)
     path = folder / "config.json"
-    return read_json_object(path, largest_nbytes=_LARGEST_CONFIG_NBYTES, allow_nan=True)
+    return read_json_object(path, largest_nbytes=LARGEST_CONFIG_NBYTES, allow_nan=True)
 
 
 def read_json_object(path: Path, *, largest_nbytes: int, allow_nan: bool = False) -> dict[str, Any]:
@@ -153,20 +154,19 @@ def read_json_object(path: Path, *, largest_nbytes: int, allow_nan: bool = False
     Raises:
         CheckpointError: it is unreadable, too large, not UTF-8, not JSON or not an object.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise CheckpointError(f"{path} is not a regular file")
     try:
-        with path.open("rb") as file:
-            data = file.read(largest_nbytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    if len(data) > largest_nbytes:
-        raise CheckpointError(f"{path} is larger than the {largest_nbytes:,} bytes such a file may have")
+        data = read_whole(path, largest_nbytes, CheckpointError)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if not data.strip():
         raise CheckpointError(f"{path} is empty", "Is this an incomplete download? Download it again.")
     try:
         text = data.decode("utf-8-sig")
-        value = json.loads(text) if allow_nan else strict_json(text)
+        if allow_nan:
+            value = json.loads(text)
+            check_text(text, value)
+        else:
+            value = strict_json(text)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: it is not UTF-8 text (byte {error.start:,})") from error
     except RecursionError as error:

@@ -31,8 +31,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spile.errors import CheckpointError, ReadError, WriteError
-from spile.files.checkpoint import Checkpoint, read_json_object
+from spile.errors import CheckpointError, ReadError, WriteError, clean
+from spile.files.checkpoint import LARGEST_CONFIG_NBYTES, Checkpoint, read_json_object
+from spile.files.whole import read_whole
 
 FORMAT = 1
 READ_NBYTES = 4 << 20  # one pread; larger ones are no faster here
@@ -151,7 +152,7 @@ def check_files(
 
 
 def describe(check: FileCheck) -> list[str]:
-    """Return the check as lines for a person."""
+    """Return the check as lines for a person. Names in it are foreign."""
     lines = []
     size = f"{check.num_digests:,} digests over {check.nbytes / 1e6:,.0f} MB in {check.seconds:.1f} s"
     if check.damaged:
@@ -166,7 +167,7 @@ def describe(check: FileCheck) -> list[str]:
         lines.append(f"files: recorded, not compared: no older digests of this model were found ({size})")
     if check.recorded_in is not None:
         lines.append(f"  recorded in {check.recorded_in}")
-    return lines + [f"  {note}" for note in check.notes]
+    return [clean(line) for line in (*lines, *(f"  {note}" for note in check.notes))]
 
 
 class _Meter:
@@ -234,7 +235,7 @@ def _digest(checkpoint: Checkpoint, meter: _Meter) -> Digests:
     finally:
         for file in files:
             file.close()
-    config = (checkpoint.folder / "config.json").read_bytes()
+    config = read_whole(checkpoint.folder / "config.json", LARGEST_CONFIG_NBYTES, CheckpointError)
     digests["config.json"] = [hashlib.sha256(config).hexdigest()[: 2 * DIGEST_NBYTES]]
     return {name: tuple(values) for name, values in digests.items()}
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.engines.base import CopyableState, LayerKind
-from spile.errors import PromptFileError, WriteError, quote
+from spile.errors import PromptFileError, WriteError, quote, shown
 from spile.files.writer import FULL_DISK
 from spile.generation.prompt_blocks import BLOCK, Ids
 
@@ -72,7 +72,7 @@ class PromptFile:
 
         rows = self.row_nbytes[kind]
         if rows != state.row_nbytes(kind):
-            raise PromptFileError(f"{_shown(self.path)} is damaged: its positions have another size")
+            raise PromptFileError(f"{shown(self.path)} is damaged: its positions have another size")
         nbytes = self._num_positions("full") * sum(self.row_nbytes["full"])
         begins = self.start if kind == "full" else self.sliding_start
         try:
@@ -93,10 +93,10 @@ class PromptFile:
                 file.seek(-_DIGEST_NBYTES * (2 if kind == "full" else 1), os.SEEK_END)
                 expected = _read(file, _DIGEST_NBYTES, self.path)
         except OSError as error:
-            raise PromptFileError(f"{_shown(self.path)} cannot be read: {_reason(error)}") from error
+            raise PromptFileError(f"{shown(self.path)} cannot be read: {_reason(error)}") from error
         if digest.digest() != expected:
             raise PromptFileError(
-                f"{_shown(self.path)} is damaged: the bytes of its {kind} layers are not those that were written"
+                f"{shown(self.path)} is damaged: the bytes of its {kind} layers are not those that were written"
             )
 
     def _num_positions(self, kind: LayerKind) -> int:
@@ -117,27 +117,27 @@ def open_prompt_file(path: Path) -> PromptFile:
 
     try:
         if path.exists() and not path.is_file() and not path.is_dir():  # a pipe may never end
-            raise PromptFileError(f"{_shown(path)} is no saved prompt: it is no regular file")
+            raise PromptFileError(f"{shown(path)} is no saved prompt: it is no regular file")
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             begin = file.read(12) or b""
             if begin[:8] != _MAGIC:
-                raise PromptFileError(f"{_shown(path)} is no saved prompt of spile")
+                raise PromptFileError(f"{shown(path)} is no saved prompt of spile")
             length = int.from_bytes(begin[8:], "little")
             if len(begin) < 12 or length > min(size, _LONGEST_HEADER):
-                raise PromptFileError(f"{_shown(path)} is damaged: its header does not fit {size:,} bytes")
+                raise PromptFileError(f"{shown(path)} is damaged: its header does not fit {size:,} bytes")
             header = _read(file, length, path)
             file.seek(max(file.tell(), size - _NUM_DIGESTS * _DIGEST_NBYTES))
             digest = file.read(_DIGEST_NBYTES)
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise PromptFileError(f"{_shown(path)} cannot be read: {_reason(error)}") from error
+        raise PromptFileError(f"{shown(path)} cannot be read: {_reason(error)}") from error
     found = _parsed(path, header)
     if size != found.nbytes():
         raise PromptFileError(
-            f"{_shown(path)} is damaged: it has {size:,} bytes and its header speaks of {found.nbytes():,}"
+            f"{shown(path)} is damaged: it has {size:,} bytes and its header speaks of {found.nbytes():,}"
         )
     if digest != hashlib.sha256(begin + header).digest():
-        raise PromptFileError(f"{_shown(path)} is damaged: its header is not what was written")
+        raise PromptFileError(f"{shown(path)} is damaged: its header is not what was written")
     return found
 
 
@@ -161,7 +161,7 @@ def check_identity(file: PromptFile, identity: Identity) -> None:
         saved, ours = file.identity.get(name), identity.get(name)
         if saved != ours:
             raise PromptFileError(
-                f"{_shown(file.path)} was saved with {name} {_plain(saved)}, and this is {_plain(ours)}",
+                f"{shown(file.path)} was saved with {name} {_plain(saved)}, and this is {_plain(ours)}",
                 "Save the prompt again, or run with what it was saved with.",
             )
 
@@ -222,7 +222,7 @@ def write_prompt_file(
         if isinstance(error, (OSError, ValueError)):
             full = isinstance(error, OSError) and error.errno in FULL_DISK
             raise WriteError(
-                f"{_shown(path)} cannot be written: {_reason(error)}",
+                f"{shown(path)} cannot be written: {_reason(error)}",
                 "Nothing was left behind; make room and try again." if full else None,
             ) from error
         raise
@@ -239,7 +239,7 @@ def _parsed(path: Path, header: bytes) -> PromptFile:
         fields = json.loads(header)
         if fields["format"] != FORMAT:
             raise PromptFileError(
-                f"{_shown(path)} has format {quote(fields['format'])}, and this spile reads format {FORMAT}"
+                f"{shown(path)} has format {quote(fields['format'])}, and this spile reads format {FORMAT}"
             )
         token_ids = np.array(fields["token_ids"], np.int32).reshape(-1)
         start, sliding_start = int(fields["start"]), int(fields["sliding_start"])
@@ -248,12 +248,12 @@ def _parsed(path: Path, header: bytes) -> PromptFile:
         }
         identity, about = dict(fields["identity"]), dict(fields["about"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise PromptFileError(f"{_shown(path)} is damaged: its header cannot be read") from error
+        raise PromptFileError(f"{shown(path)} is damaged: its header cannot be read") from error
     file = PromptFile(
         path, identity, start, token_ids, sliding_start, row_nbytes, about, len(_MAGIC) + 4 + len(header)
     )
     if not (0 <= start <= sliding_start <= file.end and len(token_ids)):
-        raise PromptFileError(f"{_shown(path)} is damaged: its header contradicts itself")
+        raise PromptFileError(f"{shown(path)} is damaged: its header contradicts itself")
     return file
 
 
@@ -275,7 +275,7 @@ def _fill(file: FileIO, data: NDArray[np.uint8], path: Path) -> None:
     while view:
         count = file.readinto(view)
         if not count:
-            raise PromptFileError(f"{_shown(path)} is damaged: it ends early")
+            raise PromptFileError(f"{shown(path)} is damaged: it ends early")
         view = view[count:]
 
 
@@ -290,10 +290,6 @@ def _sync_folder(folder: Path) -> None:
 
 def _plain(value: object) -> str:
     return "nothing" if value is None else quote(value).strip("'")
-
-
-def _shown(path: Path) -> str:
-    return str(path) if str(path).isprintable() else quote(str(path))
 
 
 def _reason(error: OSError | ValueError) -> str:

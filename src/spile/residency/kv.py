@@ -2,10 +2,10 @@
 
 It mirrors `kv_layout.h` and `kv_cache.h`, where the core allocates; a test holds the two together.
 
-Layers with a sliding window keep at least 8 bits, whatever was asked for: their rings do not grow with the
-context, and on the demo model they bring nearly all of the error. Source: our measurement, 2026-11-30, divergence
-from float32 in nats of 4-bit keys and values: 4.7e-3 with the rings of 4 bits too, 1.4e-4 without rings, 2.1e-4 with
-rings of 8 bits. They cost the full-size model at most 11 MB.
+Layers with a sliding window keep 16 bits unless they are asked for by name: their rings do not grow with the context
+(22 MB of the full-size model), and bring nearly all of the error. Source: our measurement, tools/bench_kv.py,
+2026-12-01, divergence from float32 on the demo model in nats: 4-bit keys and values 5.4e-3 with rings of 4 bits, 1.6e-4
+with rings of 16; of 8 bits 1.4e-4 and 1.7e-5.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from spile.options import EngineOptions
 
 BLOCK_POSITIONS = 128
 PAGE_NBYTES = 4096
-LEAST_RING_BITS = 8
 MOST_GROUP = 80  # dimensions
 
 
@@ -28,29 +27,36 @@ class KvFormat:
 
     key_bits: int
     value_bits: int
+    ring_bits: int = 16  # of both, in layers with a sliding window
 
     @property
     def ring(self) -> KvFormat:
         """What layers with a sliding window keep."""
-        return KvFormat(max(self.key_bits, LEAST_RING_BITS), max(self.value_bits, LEAST_RING_BITS))
+        return KvFormat(self.ring_bits, self.ring_bits, self.ring_bits)
 
     def of_layer(self, is_sliding: bool) -> KvFormat:
         return self.ring if is_sliding else self
 
-    def describe(self, spec: ModelSpec) -> str:
-        """Say it in a few words."""
+    def describe(self, *, has_rings: bool, group: int | None = None) -> str:
+        """Say it in a few words; `group` dimensions share a scale, where that is known."""
+        groups = f" in groups of {group}" if group and min(self.key_bits, self.value_bits) < 16 else ""
         if self.key_bits == self.value_bits:
-            text = _NAMES[self.key_bits]
+            text = f"{_NAMES[self.key_bits]}{groups}"
         else:
-            text = f"{_NAMES[self.key_bits]} keys and {_NAMES[self.value_bits]} values"
-        if min(self.key_bits, self.value_bits) < 16:
-            text += f" in groups of {group_size(spec.head_dim)}"
-        if self.ring != self and any(spec.layer_is_sliding):
-            text += f", {LEAST_RING_BITS} bits at least in sliding layers"
-        return text
+            text = f"{_NAMES[self.key_bits]} keys and {_NAMES[self.value_bits]} values{groups}"
+        if not has_rings or self.ring == self:
+            return text
+        return f"{text}, {self.ring.describe(has_rings=False, group=group)} in sliding layers"
 
 
 _NAMES = {32: "float32", 16: "FP16", 8: "8-bit", 4: "4-bit"}
+
+
+def asked_format(options: EngineOptions) -> KvFormat:
+    """Return the bits that were asked for: values have the keys' unless said otherwise, rings 16, or 32 beside 32."""
+    keys, values = options.kv_bits, options.kv_bits if options.kv_v_bits is None else options.kv_v_bits
+    rings = options.kv_ring_bits or max(16, keys, values)
+    return KvFormat(keys, values, rings)
 
 
 def kv_format(spec: ModelSpec, options: EngineOptions) -> KvFormat:
@@ -58,15 +64,17 @@ def kv_format(spec: ModelSpec, options: EngineOptions) -> KvFormat:
 
     Raises: OptionError where the model's heads cannot be quantized.
     """
-    values = options.kv_bits if options.kv_v_bits is None else options.kv_v_bits
-    least = min(options.kv_bits, values)
-    if least < 16 and spec.head_dim % 16:
-        name = "kv_bits" if least == options.kv_bits else "kv_v_bits"
-        raise OptionError(
-            f"{name} is {least}: this model's heads have {spec.head_dim} dimensions, no multiple of 16",
-            "Give 16 or 32.",
-        )
-    return KvFormat(options.kv_bits, values)
+    kv = asked_format(options)
+    named = {"kv_bits": kv.key_bits, "kv_v_bits": kv.value_bits}
+    if any(spec.layer_is_sliding):
+        named["kv_ring_bits"] = kv.ring_bits
+    for name, bits in named.items():
+        if bits < 16 and spec.head_dim % 16:
+            raise OptionError(
+                f"{name} is {bits}: this model's heads have {spec.head_dim} dimensions, no multiple of 16",
+                "Give 16 or 32.",
+            )
+    return kv
 
 
 def group_size(head_dim: int) -> int:

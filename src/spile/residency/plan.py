@@ -52,6 +52,7 @@ class Parts:
     """Where each byte of a plan goes."""
 
     process: int  # what is resident before the engine opens: interpreter, libraries, text
+    reserved: int  # what others may still take: the chat template's process
     weights: int  # attention, routers, norms, row alphas
     head: int  # its resident rows, and the ring that the others pass through
     kv: int  # of all sequences that may run at once
@@ -157,6 +158,7 @@ def _mapped_plan(
     flash = flash_head_nbytes(model, options)
     parts = Parts(
         process=process,
+        reserved=options.reserved_bytes,
         weights=total - expert_nbytes - head,
         head=head + flash,
         kv=options.sequences * kv_nbytes(spec, options.context or min(context, 4096), chunk, kv),
@@ -193,7 +195,9 @@ def _pool_plan(
     needs = _Needs(model, table, options, memory.process_nbytes)
     least = needs.least().total
     if options.slots is None:
-        _check_group(model, memory, least, least, room if options.memory_bytes is None else 2**62)
+        if options.memory_bytes is not None and least > room:  # whatever the group allows, this is too little
+            raise needs.refusal(room)
+        _check_group(model, options, memory, least, least, room if options.memory_bytes is None else 2**62)
         if least > room:
             raise needs.refusal(room)
     extra = max(0, room - least)
@@ -215,7 +219,7 @@ def _pool_plan(
     planned = parts(chunk, context, num_head_rows, num_slots)
     is_named = options.slots is not None or num_active is not None
     if options.slots is None:
-        _check_group(model, memory, least, planned.total, room)
+        _check_group(model, options, memory, least, planned.total, room)
     return Plan(
         is_mapped=False,
         is_direct=is_direct,
@@ -232,7 +236,35 @@ def _pool_plan(
     )
 
 
-def _check_group(model: OwnModel, memory: MemoryNow, least: int, planned: int, room: int) -> None:
+def smaller_asks(options: EngineOptions) -> list[str]:
+    """Name what was asked for by hand that takes memory: less of it is a way out where a plan does not fit."""
+    asks = []
+    if (options.prefill_chunk or 0) > CHUNKS[-1]:
+        asks.append("a smaller --prefill-step-size")
+    if options.context:
+        asks.append("a smaller --context")
+    if max(options.kv_bits, options.kv_v_bits or 0, options.kv_ring_bits or 0) > 16:
+        asks.append("fewer KV bits")
+    if options.active_experts:
+        asks.append("fewer --active-experts")
+    if options.shared_experts:
+        asks.append("fewer --shared-experts")
+    if options.sequences > 1:
+        asks.append("room for fewer answers at once")
+    return asks
+
+
+def give(asks: list[str], otherwise: str | None = None) -> str:
+    """Say what to do: give one of these, or else something that is not given."""
+    sentence = ", or ".join(
+        [*([f"give {', or '.join(asks)}"] if asks else []), *([otherwise] if otherwise else [])]
+    )
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _check_group(
+    model: OwnModel, options: EngineOptions, memory: MemoryNow, least: int, planned: int, room: int
+) -> None:
     """Check that a control group leaves what is planned on top of what the process has: it would be killed.
 
     The plan's margin is for what the group counts beyond it.
@@ -247,7 +279,10 @@ def _check_group(model: OwnModel, memory: MemoryNow, least: int, planned: int, r
         raise BudgetError(
             f"{model.checkpoint.folder} needs {format_size(least - process)} more at the least, and the control "
             f"group, which allows {format_size(limit)}, leaves {format_size(left)}",
-            f"Raise the group's limit by {-(-(least - process - left) // 1_000_000)}MB or more.",
+            give(
+                smaller_asks(options),
+                f"raise the group's limit by {-(-(least - process - left) // 1_000_000)}MB or more",
+            ),
         )
     if planned - process > left:
         raise BudgetError(
@@ -277,6 +312,7 @@ class _Needs:
         model, options = self._model, self._options
         return Parts(
             process=self._process,
+            reserved=options.reserved_bytes,
             weights=resident_weight_nbytes(model),
             head=head_nbytes(model, head_rows) + self._flash,
             kv=options.sequences * kv_nbytes(model.spec, context, chunk, self._kv),
@@ -321,9 +357,9 @@ class _Needs:
             f"{self._model.checkpoint.folder} needs {format_size(least.total)} with a context of "
             f"{self._least_context:,} tokens{asked} and a prefill chunk of {self._least_chunk}, "
             f"and the budget is {format_size(room)}: {added}",
-            f"Give --memory {_whole_megabytes(least.total) // 1_000_000}MB or more"
-            + (", or a smaller --context" if options.context else "")
-            + (", or fewer --active-experts." if options.active_experts else "."),
+            give(
+                [f"--memory {_whole_megabytes(least.total) // 1_000_000}MB or more", *smaller_asks(options)]
+            ),
         )
 
     @property

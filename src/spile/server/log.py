@@ -1,7 +1,7 @@
 """Writes what the server does to standard error, a line at a time.
 
 It does not know how anything is done. While a long prompt is read, a line every few seconds; one line at the end of
-each request. Nothing that a client wrote is ever shown.
+each request. Nothing that a client wrote is ever shown, and what a template or a file says is made one clean line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from typing import TextIO
 
-from spile.errors import SpileError
+from spile.errors import SpileError, clean
 from spile.memory import peak_memory_bytes
 from spile.server.tasks import Choice, Task
 from spile.sizes import format_size
@@ -29,7 +29,7 @@ class Log:
     def write(self, text: str) -> None:
         """Write one line; nobody reading is no reason to stop."""
         with suppress(OSError, ValueError):
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=self._stream or sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {clean(text)}", file=self._stream or sys.stderr, flush=True)
 
     def prefill(self, choice: Choice, done: int, total: int) -> None:
         """Say how far a prompt is, if it has been a while."""

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from spile import _core
+from spile.text.marks import Hidden
 from spile.text.patterns import Pattern, PatternError, Ranges, are_ranges, one_of
 
 MAGIC = b"spileBPE"
@@ -120,8 +121,10 @@ class Table:
         """
         return self._differing is None or text.isascii() or self._differing.search(text) is None
 
-    def encode(self, text: str) -> list[int]:
-        """Turn text that `can_encode` into ids. Nothing is put before or after it."""
+    def encode(self, text: str, hidden: Hidden | None = None) -> list[int]:
+        """Turn text that `can_encode` into ids. Nothing is put before or after it. What `hidden` says is turned back
+        once the added tokens are found.
+        """
         token_ids: list[int] = []
         for piece in self._as_is.split(text):
             if isinstance(piece, int):
@@ -130,9 +133,10 @@ class Table:
             for part in self._normal.split(self._normalize(piece)):
                 if isinstance(part, int):
                     token_ids.append(part)
-                else:
-                    for words in self._batches(part):
-                        token_ids += self._bpe.encode(words)
+                    continue
+                shown = part if hidden is None else self._normalize(hidden.shown(part))
+                for words in self._batches(shown):
+                    token_ids += self._bpe.encode(words)
         return token_ids
 
     def token_to_id(self, content: str) -> int | None:

@@ -12,10 +12,11 @@ from numbers import Integral
 from typing import Any
 
 from spile.errors import OptionError, TextError
+from spile.text.marks import Hidden, Marks
 from spile.text.messages import Message, checked_tools, plain_messages
 from spile.text.reasoning import ReasoningSplitter, begins_inside, can_reason
+from spile.text.renderer import Renderer
 from spile.text.sidecar import Sidecar
-from spile.text.template import render
 
 Prompt = str | Sequence[Message] | Sequence[int]  # text, messages, or token ids
 OnNote = Callable[[str], None]
@@ -41,10 +42,13 @@ class Rendering:
 
 @dataclass(frozen=True)
 class PromptText:
-    """The text that a model goes on from, and what splits its answer: None where it does not reason."""
+    """The text that a model goes on from, and what splits its answer: None where it does not reason. `hidden` says
+    what was replaced in it so that nobody but the template makes a mark.
+    """
 
     text: str
     splitter: ReasoningSplitter | None = None
+    hidden: Hidden | None = None
 
 
 def is_ids(prompt: Any) -> bool:
@@ -69,9 +73,15 @@ def check_ids_rendering(rendering: Rendering) -> None:
 
 
 def prompt_text(
-    prompt: str | Sequence[Message], rendering: Rendering, sidecar: Sidecar, on_note: OnNote
+    prompt: str | Sequence[Message],
+    rendering: Rendering,
+    sidecar: Sidecar,
+    renderer: Renderer,
+    on_note: OnNote,
+    find_marks: Callable[[], Marks] | None = None,
 ) -> PromptText:
-    """Return the text of a prompt that is no list of ids.
+    """Return the text of a prompt that is no list of ids. Where a template makes it, what `find_marks` returns is
+    hidden in all that it is given.
 
     Raises:
         OptionError: messages or options that do not go together, or are none.
@@ -100,16 +110,19 @@ def prompt_text(
         if _SWITCH not in template and can_reason(template):
             on_note("this model's chat template has no switch for its reasoning: it may reason all the same")
         arguments[_SWITCH] = False
-    found = {name: text for name in _SPECIAL_TOKENS if (text := sidecar.special_token(name)) is not None}
-    text = render(
-        template,
-        plain_messages(messages),
-        special_tokens=found,
-        arguments={**arguments, **rendering.arguments},
+    special = {name: text for name in _SPECIAL_TOKENS if (text := sidecar.special_token(name)) is not None}
+    given: dict[str, Any] = {
+        "messages": plain_messages(messages),
+        "arguments": {**arguments, **rendering.arguments},
+    }
+    hidden = None
+    if find_marks is not None:
+        given, hidden = find_marks().hide(given)
+    text = renderer.render(
+        template, **given, special_tokens=special, restore=None if hidden is None else hidden.restore
     )
-    if not can_reason(template):
-        return PromptText(text)
-    return PromptText(text, ReasoningSplitter(has_begun=begins_inside(text)))
+    splitter = ReasoningSplitter(has_begun=begins_inside(text)) if can_reason(template) else None
+    return PromptText(text, splitter, hidden)
 
 
 def _raw_text(prompt: str | Sequence[Message], rendering: Rendering) -> str:

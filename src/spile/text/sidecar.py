@@ -1,4 +1,4 @@
-"""Turns the small files beside the weights (tokenizer_config.json, generation_config.json,
+"""Turns the small files beside the weights (tokenizer_config.json, special_tokens_map.json, generation_config.json,
 chat_template.jinja) into one checked value.
 
 It does not know the weights, nor what a token is. Nothing in these files is ever executed.
@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from spile.errors import TextError
+from spile.files.safetensors import check_text
+from spile.files.whole import read_whole
+
+# Of files of models in use the largest have 1.2 MB, and a template 17 kB. Parsed, a file takes some 20 times its bytes.
+TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of a config of several parts
+_MOST_NBYTES = 8_000_000
+_MOST_TEMPLATE_NBYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -18,16 +25,22 @@ class Sidecar:
     """What a model folder says about text, as it was written. Absent files are empty mappings and None."""
 
     tokenizer_config: Mapping[str, Any]
+    special_tokens_map: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     chat_template: str | None
     notes: tuple[str, ...]
 
     def special_token(self, name: str) -> str | None:
-        """Return the text of a token that tokenizer_config.json names, such as 'eos_token'."""
-        value = self.tokenizer_config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        return value if isinstance(value, str) and value else None
+        """Return the text of a token that tokenizer_config.json or special_tokens_map.json names, such as
+        'eos_token'.
+        """
+        for file in (self.tokenizer_config, self.special_tokens_map):
+            value = file.get(name)
+            if isinstance(value, Mapping):
+                value = value.get("content")
+            if isinstance(value, str) and value:
+                return value
+        return None
 
 
 def read_sidecar(folder: Path) -> Sidecar:
@@ -39,17 +52,25 @@ def read_sidecar(folder: Path) -> Sidecar:
     notes = []
     if "auto_map" in tokenizer_config:
         notes.append("tokenizer_config.json names Python code (auto_map): it is ignored, never executed")
-    template = read_text(folder / "chat_template.jinja")
+    template = read_text(folder / "chat_template.jinja", most_nbytes=_MOST_TEMPLATE_NBYTES)
     if template is None:
         template = _template_of(tokenizer_config.get("chat_template"), folder / "tokenizer_config.json")
-    return Sidecar(tokenizer_config, _read_object(folder / "generation_config.json"), template, tuple(notes))
+    special_tokens_map, generation_config = (
+        _read_object(folder / name) for name in ("special_tokens_map.json", "generation_config.json")
+    )
+    return Sidecar(tokenizer_config, special_tokens_map, generation_config, template, tuple(notes))
 
 
 def eos_ids_of(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the end tokens that a config's `eos_token_id` names: a number, a list of them, or nothing."""
-    value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+    """Return the end tokens that a config's `eos_token_id` names, or that of its text part: a number, a list of
+    them, or nothing.
+    """
+    found: set[int] = set()
+    for part in (config, *(config.get(name) for name in TEXT_PARTS)):
+        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
+        values = value if isinstance(value, list) else [value]
+        found |= {v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0}
+    return frozenset(found)
 
 
 def _template_of(value: Any, path: Path) -> str | None:
@@ -72,17 +93,17 @@ def _template_of(value: Any, path: Path) -> str | None:
     raise TextError(f"chat_template in {path} is neither text nor a list of named templates")
 
 
-def read_text(path: Path, *, hint: str = "Download the file again.") -> str | None:
+def read_text(
+    path: Path, *, most_nbytes: int = _MOST_NBYTES, hint: str = "Download the file again."
+) -> str | None:
     """Read a text file; None when there is none. `hint` is for one that is not UTF-8.
 
-    Raises: TextError when it cannot be read or is not UTF-8.
+    Raises: TextError when it cannot be read, is no regular file, too large, or not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_whole(path, most_nbytes, TextError).decode("utf-8-sig")
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise TextError(f"{path} is not UTF-8 text (byte {error.start:,})", hint=hint) from error
 
@@ -93,6 +114,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(text)
+        check_text(text, value)
     except (ValueError, RecursionError) as error:
         raise TextError(f"{path} is not valid JSON: {error}", hint="Download the file again.") from error
     if not isinstance(value, dict):

@@ -1,7 +1,9 @@
-"""Turns a list of messages into the one text that a model was trained to answer.
+"""Turns a chat template and what it is given into the one text that a model was trained to answer.
 
-It does not know tokens or models. A chat template is a foreign program, so it runs in Jinja's immutable
-sandbox: it can read what it is given and compute, nothing else.
+It does not know tokens or models. A chat template is a foreign program, so it runs in Jinja's immutable sandbox:
+it can read what it is given and compute, nothing else. How long it computes and what memory it takes has no bound
+here: that is `renderer.py`'s matter, which runs this file in a process of its own. Nobody else imports it, so that
+no other process pays for Jinja.
 Source: the environment that templates are written for is the one of transformers'
 `utils/chat_template_utils.py` (v4.57): block trimming, loop controls, `raise_exception`, `strftime_now`, a
 `tojson` that escapes nothing, `{% generation %}`.
@@ -10,130 +12,85 @@ Source: the environment that templates are written for is the one of transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
-from spile.errors import OptionError, TextError, quote
-from spile.text.messages import Message
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_OURS = ("messages", "add_generation_prompt")  # arguments that no caller can give
 # What a template, being a program, can do wrong.
 _PROGRAM_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    MemoryError,
     RecursionError,
     SyntaxError,  # of the Python that Jinja makes of it
     TypeError,
     ValueError,
 )
-_MOST_CHARACTERS = 64_000_000  # of what a template makes: more than any context holds
-_MOST_BITS = 100_000  # of a power
-_MOST_STEPS = 10_000_000  # of all ranges of one run
 
 
-def render(
-    template: str,
-    messages: Sequence[Message],
-    *,
-    special_tokens: Mapping[str, str] | None = None,
-    add_generation_prompt: bool = True,
-    arguments: Mapping[str, Any] | None = None,
-) -> str:
-    """Run a template over messages. `special_tokens` has bos_token and its like, `arguments` whatever else it
-    takes, such as tools or enable_thinking.
+class TemplateFault(Exception):
+    """What a template did wrong, in a sentence's end; nothing in it is clean."""
 
-    Raises:
-        OptionError: an argument that is not for callers.
-        TextError: the template refuses the messages (with its own words), is damaged, or does what the
-        sandbox forbids.
-    """
-    import jinja2
 
-    for name in _OURS:
-        if name in (arguments or {}):
-            raise OptionError(f"the template argument {name!r} comes from the messages: it cannot be given")
-    variables: dict[str, Any] = {"tools": None, "documents": None}
-    variables |= {**(special_tokens or {}), **(arguments or {})}
-    try:
-        compiled = _environment().from_string(template)
-        return _joined(
-            compiled.generate(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        )
-    except _Refusal as error:
-        raise TextError(f"the chat template refuses the messages: {error}") from error
-    except jinja2.TemplateSyntaxError as error:
-        raise TextError(f"the chat template is damaged: line {error.lineno}: {error.message}") from error
-    except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
-        reason = quote(str(error))[1:-1] or type(error).__name__
-        raise TextError(f"the chat template failed: {reason}") from error
+class Templates:
+    """Runs templates; the last one stays compiled."""
+
+    def __init__(self) -> None:
+        self._environment = _environment()
+        self._source: str | None = None
+        self._compiled: Any = None
+
+    def run(self, source: str, variables: Mapping[str, Any]) -> str:
+        """Return what a template makes of its variables.
+
+        Raises: TemplateFault; MemoryError.
+        """
+        try:
+            if self._source != source:
+                self._source = self._compiled = None
+                self._compiled = self._environment.from_string(source)
+                self._source = source
+            text: str = self._compiled.render(variables)
+        except _Refusal as error:
+            raise TemplateFault(f"refuses the messages: {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateFault(f"is damaged: line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, *_PROGRAM_ERRORS) as error:
+            raise TemplateFault(f"failed: {str(error) or type(error).__name__}") from error
+        return text
 
 
 class _Refusal(Exception):
     """What a template raises by `raise_exception`."""
 
 
-def _joined(pieces: Iterable[str]) -> str:
-    kept, num_characters = [], 0
-    for piece in pieces:
-        num_characters += len(piece)
-        _check_size(num_characters, _MOST_CHARACTERS)
-        kept.append(piece)
-    return "".join(kept)
+class _Generation(Extension):
+    """Marks what the assistant said, for training; here the block is just its content."""
 
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
-def _check_size(size: int, most: int) -> None:
-    if size > most:
-        raise OverflowError("it makes something larger than any model can read")
+    def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
 
 
 def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Refuses products and powers that would fill the memory, and loops that would not end."""
-
-        intercepted_binops = frozenset(("*", "**"))
-        num_steps = 0
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            for one, other in ((left, right), (right, left)):
-                if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int):
-                    _check_size(len(one) * other, _MOST_CHARACTERS)
-            if operator == "**" and isinstance(left, int) and isinstance(right, int):
-                _check_size(left.bit_length() * right, _MOST_BITS)
-            return super().call_binop(context, operator, left, right)
-
-        def count_range(self, *bounds: int) -> range:
-            found = safe_range(*bounds)
-            self.num_steps += len(found)
-            if self.num_steps > _MOST_STEPS:
-                raise OverflowError(f"its loops take more than {_MOST_STEPS:,} steps")
-            return found
-
-    class Generation(Extension):
-        """Marks what the assistant said, for training; here the block is just its content."""
-
-        tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
-
-        def parse(self, parser: Any) -> nodes.Node | list[nodes.Node]:
-            next(parser.stream)
-            body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return body
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    environment.globals["range"] = environment.count_range
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _raise_exception(message: object) -> None:
+def _raise_exception(message: object) -> NoReturn:
     raise _Refusal(" ".join(str(message).split()))
 
 

@@ -17,13 +17,15 @@ import os
 import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spile import memory
-from spile.errors import TextError, quote
+from spile.errors import SpileError, TextError, quote
 from spile.text.alphabet import byte_alphabet, entry_bytes
+from spile.text.marks import SAID, Hidden
 from spile.text.sidecar import Sidecar, eos_ids_of, read_sidecar
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 # The size of tokenizer.json from which a table is made: it takes two seconds, once. Smaller ones, of 10,000
 # entries and fewer, load in 30 ms and 10 MB.
 TABLE_FROM_NBYTES = 500_000
+_MOST_NBYTES = 64_000_000  # of a tokenizer.json: the largest in use have 33 MB
 
 # What loading takes at most: 106 MB of objects and twice the file were measured for 151,643 entries; a fifth
 # more for others.
@@ -40,9 +43,8 @@ _FILE_FACTOR = 3
 _CHARACTER_NBYTES = 200  # of what `tokenizers` returns: 57 for 200,000 characters, 178 for two million
 _TABLE_CHARACTER_NBYTES = 130  # with a table: three ids for a character at most, and words of 60 bytes
 _SPREAD = 1.2  # a second load finds memory in pieces: 79 MB where the first took 70
+_TEXT_BYTES = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}  # of UTF-8
 _CHATML_END = ("<|im_end|>", "<|endoftext|>")
-# Some tokenizers declare these special, but they are what an answer says: readers of it look for them.
-_SAID = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Decoder(Protocol):
@@ -65,6 +67,7 @@ class _Vocabulary:
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
     bos_ids: tuple[int, ...]  # what a text has to begin with; empty for most
+    added: tuple[tuple[str, bool], ...]  # tokens that are found as they stand, and whether each is special
     blob: bytes | memoryview = b""
     offsets: array[int] | memoryview | None = None  # 32 bits each, [num_entries + 1]
 
@@ -157,9 +160,30 @@ class Tokenizer:
         return self._known().special_ids
 
     @property
+    def added(self) -> tuple[tuple[str, bool], ...]:
+        """The tokens that are found in text as it stands, and whether each is special. Loads on the first use, and
+        what it loads stays for `encode` or `release`.
+        """
+        return self._known(stays=True).added
+
+    @property
     def has_bytes(self) -> bool:
         """Whether an entry's bytes are the same whatever stands beside it. Loads on the first use."""
         return self._known().offsets is not None
+
+    @property
+    def num_lost_bytes(self) -> int:
+        """How many of the bytes that text can have are in no entry: `tokenizers` leaves them out. Loads on the first
+        use.
+        """
+        vocabulary = self._known()
+        if vocabulary.offsets is None:
+            return 0
+        import numpy as np
+
+        offsets, blob = np.frombuffer(vocabulary.offsets, np.uint32), np.frombuffer(vocabulary.blob, np.uint8)
+        single = blob[offsets[:-1][np.diff(offsets) == 1]]
+        return len(_TEXT_BYTES.difference(single.tolist()))
 
     @property
     def bos_id(self) -> int | None:
@@ -167,8 +191,9 @@ class Tokenizer:
         bos_ids = self._known().bos_ids
         return bos_ids[0] if bos_ids else None
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Turn text into ids. With `add_bos` a model that wants a first token gets it exactly once.
+    def encode(self, text: str, add_bos: bool = True, hidden: Hidden | None = None) -> list[int]:
+        """Turn text into ids. With `add_bos` a model that wants a first token gets it exactly once. `hidden` says
+        what was replaced in it so that it makes no mark.
 
         Without a table, loads `tokenizers` if it is not in memory, and drops it again unless `keep`.
 
@@ -181,14 +206,15 @@ class Tokenizer:
                 f"the text cannot be encoded: character {error.start:,} is half of a surrogate pair"
             ) from error
         table = self._open_table() or self._make_table()
-        if table is not None and table.can_encode(text):
-            token_ids = table.encode(text)
+        if table is not None and table.can_encode(text if hidden is None else hidden.shown(text)):
+            token_ids = table.encode(text, hidden)
             if not self.keep:
                 table.rest()
         else:
             loaded = self._load()
             self._learn(loaded)
-            token_ids = loaded.encode(text, add_special_tokens=False).ids
+            with self._telling_damage():
+                token_ids = _encode_loaded(loaded, text, hidden)
             del loaded
             if not self.keep:
                 self.release()
@@ -232,7 +258,7 @@ class Tokenizer:
         self._loaded = None
         self._table = None
 
-    def _known(self) -> _Vocabulary:
+    def _known(self, *, stays: bool = False) -> _Vocabulary:
         vocabulary = self._vocabulary
         if vocabulary is None:
             table = self._open_table() or self._make_table()
@@ -240,7 +266,7 @@ class Tokenizer:
                 vocabulary = self._vocabulary = _vocabulary_of(table, self.sidecar, self._config)
                 return vocabulary
             vocabulary = self._learn(self._load())
-            if not self.keep:
+            if not self.keep and not stays:
                 self.release()
         return vocabulary
 
@@ -268,10 +294,11 @@ class Tokenizer:
         from spile.text.bpe_table import NoTableError, build_table
 
         loaded = self._load()
-        try:
-            table = build_table(self.path, loaded, digest, prefix_ids=_prefix_ids(loaded))
-        except NoTableError:
-            return None
+        with self._telling_damage():
+            try:
+                table = build_table(self.path, loaded, digest, prefix_ids=_prefix_ids(loaded))
+            except NoTableError:
+                return None
         del loaded
         self.release()
         self._table = (open_table(digest) if write_table(digest, table) else None) or Table(table)
@@ -279,21 +306,34 @@ class Tokenizer:
 
     def _learn(self, loaded: Any) -> _Vocabulary:
         if self._vocabulary is None:
-            self._vocabulary = _read_vocabulary(loaded, self.sidecar, self._config)
+            with self._telling_damage():
+                self._vocabulary = _read_vocabulary(loaded, self.sidecar, self._config)
         return self._vocabulary
+
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
+        """Turn what `tokenizers` says of a damaged file into a sentence: it raises nothing narrower than Exception,
+        and panics, which are none.
+        """
+        try:
+            yield
+        except (SpileError, MemoryError):
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TextError(
+                f"{self.path} cannot be used as a tokenizer: {quote(str(error))[1:-1]}",
+                "Download the file again.",
+            ) from error
 
     def _load(self) -> Any:
         if self._loaded is None:
             import tokenizers
 
             before, peak_before = memory.current_memory_bytes(), memory.peak_memory_bytes()
-            try:
+            with self._telling_damage():
                 loaded = tokenizers.Tokenizer.from_file(str(self.path))
-            except Exception as error:  # the library raises nothing narrower
-                raise TextError(
-                    f"{self.path} cannot be used as a tokenizer: {quote(str(error))[1:-1]}",
-                    "Download the file again.",
-                ) from error
             loaded.no_truncation()  # a limit in the file would silently cut prompts
             loaded.no_padding()
             peak = memory.peak_memory_bytes()
@@ -303,10 +343,12 @@ class Tokenizer:
         return self._loaded
 
 
-def open_tokenizer(folder: Path, *, config: Mapping[str, Any], keep: bool = True) -> Tokenizer | None:
+def open_tokenizer(
+    folder: Path, sidecar: Sidecar | None = None, *, config: Mapping[str, Any], keep: bool = True
+) -> Tokenizer | None:
     """Open a folder's tokenizer; None when it has none. `config` is the folder's config.json.
 
-    Reads the small files now; tokenizer.json is read with the first text.
+    Reads the small files now, where `sidecar` does not have them; tokenizer.json is read with the first text.
 
     Raises: TextError for small files that are damaged, or a tokenizer.json that cannot be read.
     """
@@ -314,14 +356,19 @@ def open_tokenizer(folder: Path, *, config: Mapping[str, Any], keep: bool = True
     if not os.path.lexists(path):
         return None
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
-            raise TextError(f"{path} is not a regular file")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block
+            raise TextError(f"{path} cannot be read: it is not a regular file")
+        if status.st_size > _MOST_NBYTES:
+            raise TextError(
+                f"{path} has {status.st_size:,} bytes: it is larger than the {_MOST_NBYTES:,} such a file may have"
+            )
         path.open("rb").close()
     except FileNotFoundError as error:
         raise TextError(f"{path} is a link to a file that does not exist") from error
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
-    return Tokenizer(path, read_sidecar(folder), config, keep=keep)
+    return Tokenizer(path, sidecar or read_sidecar(folder), config, keep=keep)
 
 
 class _ByteDecoder:
@@ -375,12 +422,13 @@ class _PrefixDecoder:
 def _vocabulary_of(table: Table, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
     """Read the same from a table. Its bytes stay in the file."""
     added = table.meta.added
-    special_ids = frozenset(token.token_id for token in added if token.special and token.content not in _SAID)
+    special_ids = frozenset(token.token_id for token in added if token.special and token.content not in SAID)
     return _Vocabulary(
         num_entries=table.num_entries,
         eos_ids=_find_eos_ids(table.token_to_id, sidecar, config, special_ids),
         special_ids=special_ids,
         bos_ids=_find_bos_ids(table.token_to_id, sidecar, lambda: table.meta.prefix_ids),
+        added=tuple((token.content, token.special) for token in added),
         blob=table.blob,
         offsets=table.offsets,
     )
@@ -389,7 +437,7 @@ def _vocabulary_of(table: Table, sidecar: Sidecar, config: Mapping[str, Any]) ->
 def _read_vocabulary(loaded: Any, sidecar: Sidecar, config: Mapping[str, Any]) -> _Vocabulary:
     """Read what is needed once `tokenizers` is gone."""
     added = loaded.get_added_tokens_decoder()  # {id: AddedToken}
-    special_ids = frozenset(i for i, token in added.items() if token.special and token.content not in _SAID)
+    special_ids = frozenset(i for i, token in added.items() if token.special and token.content not in SAID)
     is_byte_level = _is_byte_level(loaded.decoder)
     byte_of = byte_alphabet()
     blob, offsets = bytearray(), array("I", [0])
@@ -405,9 +453,53 @@ def _read_vocabulary(loaded: Any, sidecar: Sidecar, config: Mapping[str, Any]) -
         eos_ids=_find_eos_ids(loaded.token_to_id, sidecar, config, special_ids),
         special_ids=special_ids,
         bos_ids=_find_bos_ids(loaded.token_to_id, sidecar, lambda: _prefix_ids(loaded)),
+        added=tuple((token.content, token.special) for token in added.values()),
         blob=bytes(blob),
         offsets=offsets[: num_entries + 1] if is_byte_level else None,
     )
+
+
+def _encode_loaded(loaded: Any, text: str, hidden: Hidden | None) -> list[int]:
+    """Encode with `tokenizers`. What stands between two added tokens is encoded anew where `hidden` says anything of
+    it, by the same steps but the search for added tokens.
+    """
+    found = loaded.encode(text, add_special_tokens=False)
+    if hidden is None or not hidden.is_in(text):
+        return list(found.ids)
+    added = {token_id: token.content for token_id, token in loaded.get_added_tokens_decoder().items()}
+    token_ids: list[int] = []
+    since, start = 0, 0  # the first id after the last added token, and where its text begins
+    for index, (token_id, (begin, end)) in enumerate(
+        [*zip(found.ids, found.offsets, strict=True), (None, (len(text), len(text)))]
+    ):
+        if token_id is not None and text[begin:end].strip() != added.get(token_id, "\0").strip():
+            continue
+        piece = text[start:begin]
+        if hidden.is_in(piece):
+            token_ids += _plain_ids(loaded, hidden.shown(piece), is_first=start == 0)
+        else:
+            token_ids += found.ids[since:index]
+        if token_id is not None:
+            token_ids.append(token_id)
+        since, start = index + 1, end
+    return token_ids
+
+
+def _plain_ids(loaded: Any, piece: str, *, is_first: bool) -> list[int]:
+    """Encode a piece of a text in which no added token is looked for. Some tokenizers treat the first otherwise."""
+    import tokenizers
+
+    lead = "" if is_first else "."
+    pieces = tokenizers.PreTokenizedString(lead + piece)
+    if lead:
+        pieces.split(lambda _, whole: [whole[:1], whole[1:]])
+    if loaded.normalizer is not None:
+        pieces.normalize(loaded.normalizer.normalize)
+    if loaded.pre_tokenizer is not None:
+        loaded.pre_tokenizer.pre_tokenize(pieces)
+    pieces.tokenize(loaded.model.tokenize)
+    found = pieces.to_encoding()
+    return [i for i, (begin, _) in zip(found.ids, found.offsets, strict=True) if begin >= len(lead)]
 
 
 def _entries(loaded: Any, config: Mapping[str, Any], last_added: int) -> Iterator[tuple[int, str | None]]:
@@ -434,7 +526,9 @@ def _find_eos_ids(
     config: Mapping[str, Any],
     special_ids: frozenset[int],
 ) -> frozenset[int]:
-    """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case."""
+    """Merge the end tokens of all files; a ChatML model ends at both of its markers in any case. A name that is no
+    token of the vocabulary ends nothing.
+    """
     eos_ids = set(eos_ids_of(config) | eos_ids_of(sidecar.generation_config))
     named = sidecar.special_token("eos_token")
     if named is not None and (token_id := token_to_id(named)) is not None:

@@ -20,6 +20,7 @@ from spile.architectures.flash_head import open_flash_head
 from spile.architectures.spec import OwnModel
 from spile.engines.base import Counters, OnLogits, State
 from spile.engines.cpu.decoder import make_decoder, rope_of
+from spile.engines.cpu.faults import raise_fault
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.rope import RopeTable
@@ -30,7 +31,7 @@ from spile.machine import memory_limit_bytes, physical_cores
 from spile.memory import trim
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
-from spile.residency.kv import kv_format, kv_nbytes
+from spile.residency.kv import group_size, kv_format, kv_nbytes
 from spile.residency.mapped import MappedRoom, Touch
 from spile.residency.pages import Pages
 from spile.residency.plan import MemoryNow, Plan, make_plan, memory_now
@@ -74,6 +75,7 @@ class CpuEngine:
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
             "kv_v_bits": self.kv_format.value_bits,
+            **({"kv_ring_bits": self.kv_format.ring_bits} if any(spec.layer_is_sliding) else {}),
             "activation_bytes": options.activation_bytes,
         }
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
@@ -391,10 +393,15 @@ class CpuEngine:
             budget = f"memory {format_size(first)}, {format_size(plan.parts.total)} at a full context: "
         plural = "" if self._threads == 1 else "s"
         return (
-            f"{budget}{experts}, KV {self.kv_format.describe(self._spec)}, "
+            f"{budget}{experts}, KV {self._kv_text}, "
             f"context {self.context:,}, prefill chunk {plan.prefill_chunk}, {self._threads} thread{plural}, "
             f"{self._isa}"
         )
+
+    @property
+    def _kv_text(self) -> str:
+        spec = self._spec
+        return self.kv_format.describe(has_rings=any(spec.layer_is_sliding), group=group_size(spec.head_dim))
 
     def close(self) -> None:
         if self._closed:
@@ -469,6 +476,7 @@ class CpuEngine:
                 at = first_wanted - (total - num_logits)
                 self._decoder.finish(end - first_wanted)
                 self._head.logits(self._decoder, out[at : at + end - first_wanted])
+                self._check_finite(token_ids[start:end])
             state.cache.position += end - start
         return out
 
@@ -526,8 +534,19 @@ class CpuEngine:
                 if selected is not None:
                     self.experts.load(layer, selected)
                 decoder.combine()
+            self._check_finite(token_ids)
             if on_progress is not None and T > 1:
                 on_progress(done + T * (layer + 1) // num_layers, total)
+
+    def _check_finite(self, token_ids: Sequence[int]) -> None:
+        """Say so if the decoder met a value that is not finite in the chunk that it is at.
+
+        Raises: CheckpointError or ModelError naming it.
+        """
+        fault = self._decoder.take_fault()
+        if fault is not None:
+            flash = self._head.flash if isinstance(self._head, ClusteredHead) else None
+            raise_fault(self._model, fault, token_ids, flash)
 
     def _foretell(self, layer: int) -> Foretell | None:
         """Return what guesses a layer's experts, where reading some before it asks may pay: from the disk."""

@@ -45,7 +45,7 @@ class ClusteredHead:
 
         Raises: ReadError, CheckpointError.
         """
-        self._flash, self._store = flash, rows_store
+        self.flash, self._store = flash, rows_store
         self._num_clusters, vocab_size = flash.num_clusters, model.spec.vocab_size
         self._centroids = [flash.read(tensor) for tensor in flash.centroids]
         token_map = flash.read_token_map(vocab_size)
@@ -77,7 +77,7 @@ class ClusteredHead:
     @property
     def approximation(self) -> str:
         """What is not the model's own answer, in a few words."""
-        return self._flash.approximation
+        return self.flash.approximation
 
     @property
     def note(self) -> str | None:
@@ -100,7 +100,7 @@ class ClusteredHead:
         wanted = np.zeros((len(out), len(self._token_ids)), np.bool_)
         wanted[:, self._forced] = True
         for row, scores in zip(wanted, out[:, : self._num_clusters], strict=True):
-            row[self._cluster_rows[self._flash.choose(scores)]] = True
+            row[self._cluster_rows[self.flash.choose(scores)]] = True
         if self._whole is not None:
             self._whole.logits(decoder, out)
             out[~wanted] = -np.inf
@@ -156,11 +156,11 @@ class ClusteredHead:
             memory = (ctypes.c_uint8 * tensor.nbytes).from_address(weights.tensor(tensor.name))
             return np.ctypeslib.as_array(memory).reshape(tensor.shape[0], -1)
         shape = (tensor.shape[0], tensor.nbytes // tensor.shape[0])
-        return np.memmap(self._flash.shards[tensor.shard], np.uint8, "r", tensor.offset, shape)
+        return np.memmap(self.flash.shards[tensor.shard], np.uint8, "r", tensor.offset, shape)
 
     def _copied(self, tensor: Tensor) -> NDArray[np.uint8]:
         nbytes = tensor.nbytes // tensor.shape[0]
         data = np.empty(self._num_resident * nbytes, np.uint8)
         if len(data):
-            read_into(self._flash.shards[tensor.shard], tensor.offset, data)
+            read_into(self.flash.shards[tensor.shard], tensor.offset, data)
         return data.reshape(-1, nbytes)

@@ -18,10 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile.engines.mlx.experts import ExpertLayer, Piece
+from spile.errors import CheckpointError
+from spile.files.finite import DAMAGED_HINT
 from spile.residency.pool import Reads, Room
 from spile.residency.store import PAGE_NBYTES
 
 _Staged = list[tuple[Piece, NDArray[np.uint8]]]  # pieces that are put in place when they are there
+# Bits of an exponent, all of which are set where a value is infinite or no number.
+_INFINITIES: dict[Any, tuple[Any, Any]] = {
+    mx.bfloat16: (np.uint16, np.uint16(0x7F80)),
+    mx.float16: (np.uint16, np.uint16(0x7C00)),
+    mx.float32: (np.uint32, np.uint32(0x7F800000)),
+}
 
 
 class Bank(Room):
@@ -42,7 +50,8 @@ class Bank(Room):
         self.on_resize: list[Callable[[], None]] = []
         # of each part, the array, and the same memory as [S, bytes of a row]
         self.parts: list[tuple[Any, NDArray[np.uint8]]] = []
-        self._staged: dict[int, _Staged] = {}  # by slot
+        self._staged: dict[int, tuple[int, _Staged]] = {}  # by slot: the expert that comes, and its pieces
+        self._looked_at = np.zeros(int(self.keys.max()) + 1, bool)  # experts whose values were found finite
         self._pending: list[Any] = []  # results that read slots and may not be evaluated yet
 
     def resize(self, num_slots: int) -> None:
@@ -87,14 +96,18 @@ class Bank(Room):
                 extents.append(piece.extent)
                 # the store writes an extent as far into its page as it lies in the file's
                 addresses.append(row.ctypes.data - piece.extent.offset % PAGE_NBYTES)
-            self._staged[slot] = staged
+            self._staged[slot] = key, staged
         shards, offsets, nbytes = np.array(extents, np.int64).reshape(len(keys), -1, 3).transpose(2, 0, 1)
         return shards, offsets, nbytes, np.array(addresses, np.int64).reshape(len(keys), -1)
 
     def arrive(self, slots: Sequence[int]) -> None:
-        """Put pieces that are no whole part in place."""
+        """Put pieces that are no whole part in place, and look at what has come for the first time.
+
+        Raises: CheckpointError for a value that is not finite.
+        """
         for slot in slots:
-            for piece, data in self._staged.pop(slot, ()):
+            key, staged = self._staged.pop(slot)
+            for piece, data in staged:
                 part, view = self.layout[piece.part], piece.view
                 dtype = np.dtype(f"u{view.itemsize}")
                 source = np.ndarray(view.shape[1:], dtype, data.data, 0, view.strides[1:])
@@ -103,6 +116,24 @@ class Bank(Room):
                 row = self.parts[piece.part][1][slot].view(dtype).reshape(part.shape)
                 assert piece.place is not None
                 row[piece.place] = source
+            if not self._looked_at[key]:
+                self._check_finite(slot, key)
+                self._looked_at[key] = True
+
+    def _check_finite(self, slot: int, key: int) -> None:
+        """Look at a slot's scales, biases and offsets, which a clamp could hide when they are not finite; not at
+        unquantized weights, whose products show it.
+        """
+        layer, expert = self._layers[key // self.num_experts], key % self.num_experts
+        for part, (_, rows) in zip(self.layout, self.parts, strict=True):
+            if part.dtype not in _INFINITIES or part.name.endswith("weight"):
+                continue
+            dtype, infinity = _INFINITIES[part.dtype]
+            if (rows[slot].view(dtype) & infinity == infinity).any():
+                raise CheckpointError(
+                    f"{layer.path}.{part.name}: expert {expert} holds a value that is not finite",
+                    DAMAGED_HINT,
+                )
 
     def places(self, keys: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.uint32]:
         """Return the slots themselves [n]: a row's number in every part's array."""

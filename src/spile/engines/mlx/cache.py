@@ -4,8 +4,7 @@ What is kept of a position is one row of 32-bit words: MLX's affine codes along 
 32, then their scales and biases. Rows grow and rotate in mlx-lm's own caches, and attention is given what the rows
 say, dequantized, also for the chunk's own tokens: so chunks change nothing, and attention sinks, masks and layers
 that share keys work as they do without. The dequantized copy is of one layer and lives as long as its attention;
-the plan counts it. Layers with a window keep at least 8 bits, as on the cpu engine (`residency/kv.py`). It does not
-know a model.
+the plan counts it. It does not know a model.
 """
 
 from __future__ import annotations
@@ -18,30 +17,34 @@ import mlx.core as mx
 from spile.engines.mlx import adapter
 from spile.errors import OptionError
 from spile.options import EngineOptions
-from spile.residency.kv import KvFormat
+from spile.residency.kv import KvFormat, asked_format
 
 GROUPS = (
     64,
     32,
 )  # dimensions that share a scale and a bias, of those that MLX has; the largest that divides a head
 WHOLE_BITS = 16  # as the model computes them
-WHOLE = KvFormat(WHOLE_BITS, WHOLE_BITS)
+WHOLE = KvFormat(WHOLE_BITS, WHOLE_BITS, WHOLE_BITS)
 _caches: Any = adapter.cache_module()
 
 
-def asked_format(options: EngineOptions) -> KvFormat:
+def kv_format(options: EngineOptions) -> KvFormat:
     """Return the bits of keys and values that were asked for.
 
     Raises: OptionError for 32.
     """
-    values = options.kv_bits if options.kv_v_bits is None else options.kv_v_bits
-    for name, bits in (("kv_bits", options.kv_bits), ("kv_v_bits", values)):
+    kv = asked_format(options)
+    for name, bits in (
+        ("kv_bits", kv.key_bits),
+        ("kv_v_bits", kv.value_bits),
+        ("kv_ring_bits", kv.ring_bits),
+    ):
         if bits > WHOLE_BITS:
             raise OptionError(
                 f"{name} is {bits}: the mlx engine keeps keys and values as they are computed (16) or in fewer bits",
                 "Give 16, 8 or 4.",
             )
-    return KvFormat(options.kv_bits, values)
+    return kv
 
 
 def make_caches(model: Any, kv: KvFormat) -> list[Any]:
@@ -49,22 +52,18 @@ def make_caches(model: Any, kv: KvFormat) -> list[Any]:
     asked for. Kinds that hold something else than keys and values stay.
     """
     caches = adapter.make_cache(model)
-    if kv == WHOLE:
-        return caches
     for index, cache in enumerate(caches):
-        if type(cache) is _caches.KVCache:
+        if type(cache) is _caches.KVCache and min(kv.key_bits, kv.value_bits) < WHOLE_BITS:
             caches[index] = QuantizedCache(kv)
         elif type(cache) is _caches.RotatingKVCache and kv.ring != WHOLE:
             caches[index] = QuantizedRing(kv.ring, max_size=cache.max_size, keep=cache.keep)
     return caches
 
 
-def describe(kv: KvFormat) -> str:
-    """Say in a few words what is kept."""
-    names = {bits: "FP16" if bits == WHOLE_BITS else f"{bits}-bit" for bits in (kv.key_bits, kv.value_bits)}
-    if len(names) == 1:
-        return names[kv.key_bits]
-    return f"{names[kv.key_bits]} keys and {names[kv.value_bits]} values"
+def ring_cache() -> type:
+    """mlx-lm's cache of a layer with a window; ours is one of them."""
+    kind: type = _caches.RotatingKVCache
+    return kind
 
 
 @dataclass
@@ -118,9 +117,9 @@ class _Packing:
 
     keys: Any
 
-    def _keep(self, kv: KvFormat) -> None:
-        self._key_rows = Rows(kv.key_bits, "kv_bits")
-        self._value_rows = Rows(kv.value_bits, "kv_v_bits")
+    def _keep(self, kv: KvFormat, *names: str) -> None:
+        self._key_rows = Rows(kv.key_bits, names[0])
+        self._value_rows = Rows(kv.value_bits, names[-1])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values; return what is kept of all, dequantized."""
@@ -145,7 +144,7 @@ class QuantizedCache(_Packing, _caches.KVCache):
 
     def __init__(self, kv: KvFormat) -> None:
         super().__init__()
-        self._keep(kv)
+        self._keep(kv, "kv_bits", "kv_v_bits")
 
 
 class QuantizedRing(_Packing, _caches.RotatingKVCache):
@@ -153,4 +152,4 @@ class QuantizedRing(_Packing, _caches.RotatingKVCache):
 
     def __init__(self, kv: KvFormat, *, max_size: int, keep: int) -> None:
         super().__init__(max_size=max_size, keep=keep)
-        self._keep(kv)
+        self._keep(kv, "kv_ring_bits")

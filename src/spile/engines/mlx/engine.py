@@ -14,22 +14,26 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures import find_model_type
+from spile.architectures import find_model_type, open_own
+from spile.architectures.spec import ModelSpec
 from spile.engines.base import Counters, OnLogits, State
 from spile.engines.mlx import adapter
-from spile.engines.mlx.cache import WHOLE, QuantizedCache, QuantizedRing, asked_format, describe, make_caches
+from spile.engines.mlx.cache import WHOLE, WHOLE_BITS, QuantizedCache, kv_format, make_caches, ring_cache
 from spile.engines.mlx.plan import MlxPlan
 from spile.engines.mlx.state import CopyableMlxState, MlxState
 from spile.engines.mlx.streaming import Streaming, check_io
-from spile.errors import ContextError, OptionError, UnsupportedModelError
+from spile.errors import ContextError, ModelError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
 from spile.memory import peak_footprint_bytes
 from spile.options import EngineOptions
-from spile.residency.kv import LEAST_RING_BITS
 from spile.sizes import format_size
 
 # Goes up when any bit of what a state holds for the same model, tokens, options and versions changes.
 ARITHMETIC = 1
+# Of quantized weights, a second, on MLX's CPU backend, and from how many seconds a token on a user is told. Source: our
+# measurement on the full-size Maple, 0.02 tokens of 1.2 G products a second (mlx 0.32.4, two cores, 2026-11-30).
+CPU_PRODUCTS = 2.4e7
+SLOW_SECONDS = 2.0
 
 
 class MlxEngine:
@@ -45,18 +49,24 @@ class MlxEngine:
 
         Raises: BudgetError, OptionError, UnsupportedModelError, CheckpointError.
         """
-        _check_options(options, is_own=find_model_type(checkpoint.config) in adapter.OWN_MODULES)
+        is_own = find_model_type(checkpoint.config) in adapter.OWN_MODULES
+        _check_options(options, is_own=is_own)
         self.vocab_size, self._options = vocab_size, options
         self.exact = not options.flash_head
         self._approximation: str | None = None
         self._closed = False
         self._held_nbytes: dict[str, int] = {}
+        is_slow = is_own and _device() == "CPU"
+        self._seconds_per_token = (
+            products_per_token(open_own(checkpoint).spec) / CPU_PRODUCTS if is_slow else 0.0
+        )
         self._model = adapter.load_lazily(checkpoint)
         if options.activation_bytes == 3:
             self._model.model.activation_dtype = mx.float32
         if options.flash_head:
             self._approximation = use_clustered_head(self._model, checkpoint, vocab_size)
-        self._kv = asked_format(options)
+        self._kv = kv_format(options)
+        self._has_rings = any(isinstance(cache, ring_cache()) for cache in self._new_caches())
         self._check_caches()
         self._streaming = Streaming(
             self._model,
@@ -72,6 +82,7 @@ class MlxEngine:
             "prefill chunk": self.prefill_chunk,
             "kv_bits": self._kv.key_bits,
             "kv_v_bits": self._kv.value_bits,
+            **({"kv_ring_bits": self._kv.ring_bits} if self._has_rings else {}),
             "activation bytes": options.activation_bytes,
             "versions": adapter.versions(),
             "device": f"{_device()}, {mx.device_info().get('device_name', 'unknown')}",
@@ -89,22 +100,27 @@ class MlxEngine:
     def notes(self) -> tuple[str, ...]:
         """What did not go as asked, one line each."""
         notes = [] if self._approximation is None else [self._approximation]
+        if self._seconds_per_token > SLOW_SECONDS:
+            notes.append(
+                f"MLX has no GPU here, and its CPU backend runs this model at about "
+                f"{1 / self._seconds_per_token:.1g} tokens a second: use --engine cpu, which is made for that"
+            )
         if not self.plan.num_experts:
             notes.append("this model has no experts: all of it is resident, nothing is streamed")
         if self._options.threads is not None:
             notes.append("threads does nothing on the mlx engine: MLX has threads of its own")
         if self._options.prompt_cache_bytes and not isinstance(self.new_state(), CopyableMlxState):
             notes.append(f"every prompt is read anew: {self._obstacle()}")
-        if self._kv != WHOLE:
-            kinds = {type(cache) for cache in self._new_caches()}
-            kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache, QuantizedRing})
+        if min(self._kv.key_bits, self._kv.value_bits) < WHOLE_BITS:
+            kinds = {type(cache) for cache in self._new_caches() if not isinstance(cache, ring_cache())}
+            kept = sorted(kind.__name__ for kind in kinds - {QuantizedCache})
             if kept:
-                notes.append(f"KV {describe(self._kv)}: layers with {' or '.join(kept)} keep 16 bits")
-            if QuantizedRing in kinds and self._kv.ring != self._kv:
-                notes.append(
-                    f"KV {describe(self._kv)}: layers with a window keep {LEAST_RING_BITS} bits at least"
-                )
+                notes.append(f"KV {self._kv_text}: layers with {' or '.join(kept)} keep 16 bits")
         return tuple(notes)
+
+    @property
+    def _kv_text(self) -> str:
+        return self._kv.describe(has_rings=self._has_rings)
 
     @property
     def memory_text(self) -> str:
@@ -207,7 +223,7 @@ class MlxEngine:
     def summary(self) -> str:
         more = f", {self._approximation}" if self._approximation else ""
         return (
-            f"{self._streaming.summary()}, KV {describe(self._kv)}, context {self.context:,}, prefill chunk "
+            f"{self._streaming.summary()}, KV {self._kv_text}, context {self.context:,}, prefill chunk "
             f"{self.prefill_chunk}, mlx {_device()}{more}"
         )
 
@@ -257,6 +273,12 @@ class MlxEngine:
                 f"config.json says vocab_size {self.vocab_size:,} and the model gives {logits.shape[-1]:,} logits"
             )
         array: NDArray[np.float32] = np.array(logits)
+        # A clustered head gives minus infinity to tokens that it does not score.
+        if np.isnan(array.max()) or (not self._options.flash_head and not np.isfinite(array).all()):
+            raise ModelError(
+                "the model's logits are not finite, though its resident weights and the experts' scales are",
+                "The weights are damaged, or not those of this config; 'spile verify' compares them with a record.",
+            )
         return array[:, : self.vocab_size]
 
     def _new_caches(self) -> list[Any]:
@@ -281,9 +303,18 @@ class MlxEngine:
         except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise OptionError(
-                f"KV {describe(self._kv)}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
-                "Leave out --kv-bits and --kv-v-bits.",
+                f"KV {self._kv_text}: mlx-lm's model of this architecture takes 16 bits only: {reason}",
+                "Leave out --kv-bits, --kv-v-bits and --kv-ring-bits.",
             ) from error
+
+
+def products_per_token(spec: ModelSpec) -> int:
+    """Count the multiplications of one token's linear layers."""
+    D, heads = spec.hidden_size, spec.num_attention_heads + spec.num_key_value_heads
+    attention = 2 * D * heads * spec.head_dim
+    experts = spec.num_moe_layers * spec.num_experts_per_tok * 3 * D * spec.moe_intermediate_size
+    dense = (spec.num_hidden_layers - spec.num_moe_layers) * 3 * D * spec.intermediate_size
+    return spec.num_hidden_layers * attention + experts + dense + spec.vocab_size * D
 
 
 def _check_options(options: EngineOptions, *, is_own: bool) -> None:

@@ -10,7 +10,9 @@ architecture. Where it follows Maple and not mlx-lm's habits:
 - router and norms are float32, the norms round once; experts' outputs are weighted and summed in float32, in
   ascending expert id;
 - the clamped SwiGLU is one compiled graph: separate operations round in between;
-- only sliding layers rotate, and only the first `rope_dims` of a head.
+- only sliding layers rotate, and only the first `rope_dims` of a head;
+- what is not finite stays so: norms, clamps and the router's softmax, where it would vanish, turn it into NaN, which
+  reaches the logits, and those the engine looks at.
 
 Activations are the checkpoint's BF16 unless `activation_dtype` of the inner model says otherwise.
 
@@ -37,6 +39,7 @@ from spile.errors import UnsupportedModelError
 
 nn: Any = mlx.nn  # it has no types
 
+LARGEST_NORMED = 1e16  # the squares of 2^20 such dimensions still have a sum in float32
 GROUPS = (128, 64, 32)  # codes that share a scale in MLX; a row is constant, so the largest that divides it
 _EMBEDDING = "model.word_embeddings"
 
@@ -68,7 +71,7 @@ class RMSNorm(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         normed = mx.fast.rms_norm(x.astype(mx.float32), self.weight.astype(mx.float32), self._eps)
-        return normed.astype(x.dtype)
+        return _rounded(normed, x)
 
 
 class Attention(nn.Module):
@@ -130,7 +133,7 @@ class Router(nn.Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the ids [B, T, K], ascending, and their float32 weights."""
-        logits = x.astype(mx.float32) @ self.weight.astype(mx.float32).T  # [B, T, E]
+        logits = _or_nan(x.astype(mx.float32) @ self.weight.astype(mx.float32).T)  # [B, T, E]
         probabilities = mx.softmax(logits, axis=-1, precise=True)
         k = self._num_chosen
         chosen = mx.sort(mx.argpartition(-probabilities, kth=k - 1, axis=-1)[..., :k], axis=-1)
@@ -287,7 +290,19 @@ def _join(weights: dict[str, mx.array], prefix: str, parts: tuple[str, ...], who
 
 @partial(mx.compile, shapeless=True)
 def _clamped_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return nn.silu(mx.minimum(gate, LIMIT)) * mx.clip(up, -LIMIT, LIMIT)
+    y = nn.silu(mx.minimum(gate, LIMIT)) * mx.clip(up, -LIMIT, LIMIT)
+    return mx.where(mx.isfinite(gate) & mx.isfinite(up), y, mx.nan)
+
+
+@partial(mx.compile, shapeless=True)
+def _or_nan(x: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(x), x, mx.nan)
+
+
+@partial(mx.compile, shapeless=True)
+def _rounded(normed: mx.array, x: mx.array) -> mx.array:
+    """Round a norm of x to its dtype; NaN where the square of an x is beyond float32, which made the norm nothing."""
+    return mx.where(mx.abs(x) < LARGEST_NORMED, normed, mx.nan).astype(x.dtype)
 
 
 @partial(mx.compile, shapeless=True)

@@ -17,14 +17,23 @@ from mlx.utils import tree_flatten
 
 from spile.architectures.foreign import CHOSEN_NAMES
 from spile.engines.mlx import adapter
-from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, asked_format, make_caches
+from spile.engines.mlx.cache import QuantizedCache, QuantizedRing, kv_format, make_caches
 from spile.engines.mlx.copying import STEP, Layers, find_layers
 from spile.engines.mlx.experts import ExpertLayer, Layout
 from spile.errors import BudgetError
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes
 from spile.options import EngineOptions
-from spile.residency.plan import AVAILABLE_SHARE, CHUNK_SHARE, CHUNKS, KV_SHARE, LEAST_CONTEXT, Parts
+from spile.residency.plan import (
+    AVAILABLE_SHARE,
+    CHUNK_SHARE,
+    CHUNKS,
+    KV_SHARE,
+    LEAST_CONTEXT,
+    Parts,
+    give,
+    smaller_asks,
+)
 from spile.sizes import format_size
 
 MakeCaches = Callable[[], list[Any]]
@@ -121,7 +130,7 @@ def make_plan(
     for layer in layers:
         all_slots[layer.layout] = all_slots.get(layer.layout, 0) + layer.num_experts
     expert_nbytes = _slots_nbytes(all_slots)
-    kv = asked_format(options)
+    kv = kv_format(options)
     caches = measure_caches(model, lambda: make_caches(model, kv))
     copied = find_layers(model, lambda: make_caches(model, kv))
     cache_limit = min(max(LEAST_CACHE_NBYTES, int(CACHE_SHARE * room)), MOST_CACHE_NBYTES)
@@ -135,6 +144,7 @@ def make_plan(
     def parts(experts: int) -> Parts:
         return Parts(
             process=process,
+            reserved=options.reserved_bytes,
             weights=weights,
             head=0,
             kv=options.sequences * caches.nbytes(context, chunk),
@@ -171,12 +181,17 @@ def make_plan(
         raise BudgetError(
             f"this model needs {format_size(needed)} with a context of {context:,} tokens and a prefill chunk of "
             f"{chunk}, and the budget is {format_size(room)}",
-            f"Give --memory {-(-needed // 1_000_000)}MB or more.",
+            give([f"--memory {-(-needed // 1_000_000)}MB or more", *smaller_asks(options)]),
         )
     if is_resident:
         slots = dict(all_slots)
     elif slots is None:
         slots = _share(all_slots, least, room - parts(0).total)
+    planned = parts(_slots_nbytes(slots))
+    if budget is None and not is_resident:
+        budget = (
+            planned.total
+        )  # what it will take, which is less than what is free where slots were asked for
     return MlxPlan(
         is_resident=is_resident,
         slots=slots,
@@ -187,8 +202,8 @@ def make_plan(
         prefill_chunk=chunk,
         context=context,
         cache_limit=cache_limit,
-        budget_nbytes=None if budget is None and is_resident else room,
-        parts=parts(_slots_nbytes(slots)),
+        budget_nbytes=budget,
+        parts=planned,
     )
 
 

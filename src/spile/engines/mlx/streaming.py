@@ -7,6 +7,7 @@ compute, and does not know who runs the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from spile.engines.mlx.experts import ExpertLayer, Layout, find_experts, shard_l
 from spile.engines.mlx.layers import put_back, replace_switches
 from spile.engines.mlx.plan import MlxPlan, make_plan, resized
 from spile.engines.mlx.provenance import dtype_of
-from spile.errors import OptionError, ReadError, UnsupportedModelError
+from spile.errors import CheckpointError, OptionError, ReadError, UnsupportedModelError
 from spile.files.checkpoint import Checkpoint
+from spile.files.finite import DAMAGED_HINT
 from spile.memory import trim
 from spile.options import EngineOptions
 from spile.residency.policy import Policy
@@ -233,10 +235,18 @@ def _check_dtypes(layers: Sequence[ExpertLayer]) -> None:
 
 
 def _read_weights(model: Any) -> None:
-    """Read what stays resident, array by array: some are made of others, which are gone before the next."""
-    for _, array in tree_flatten(model.parameters()):
+    """Read what stays resident, array by array: some are made of others, which are gone before the next.
+
+    Raises: ReadError; CheckpointError where a value is not finite.
+    """
+    for name, array in tree_flatten(model.parameters()):
         try:
             mx.eval(array)
         except RuntimeError as error:
             raise ReadError(f"cannot read the weights: {' '.join(str(error).split())}") from error
+        # Both are NaN where any value is. (A mask of all of them would be half an array more.)
+        if mx.issubdtype(array.dtype, mx.floating) and not all(
+            math.isfinite(end.item()) for end in (mx.max(array), mx.min(array))
+        ):
+            raise CheckpointError(f"{name} holds a value that is not finite", DAMAGED_HINT)
     mx.clear_cache()
