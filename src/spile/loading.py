@@ -133,6 +133,7 @@ def load(
             options.check_experts(opened.spec.num_experts, opened.spec.num_experts_per_tok)
             if is_source(opened):
                 opened = _convert(opened, cleanup, tell)
+        _check_engine(opened, options)
         tokenizer = open_tokenizer(folder, sidecar, config=checkpoint.config, keep=budget_bytes is None)
         prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
         return Model(
