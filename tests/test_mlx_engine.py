@@ -24,7 +24,7 @@ import spile
 from mlx_architectures import Quantization, write_tiny
 from spile.architectures import open_model
 from spile.architectures.foreign import foreign_types, open_foreign
-from spile.architectures.maple import parse_config
+from spile.architectures.maple import spec as spec_of
 from spile.engines import open_engine
 from spile.engines.mlx import adapter
 from spile.engines.mlx.engine import MlxEngine, products_per_token
@@ -71,7 +71,7 @@ def test_a_maple_that_is_hopeless_without_a_gpu_says_so_with_the_figure_and_what
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = dataclasses.replace(
-        parse_config(json.loads((golden / "mlx-2bit" / "config.json").read_text())),
+        spec_of(json.loads((golden / "mlx-2bit" / "config.json").read_text())),
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
         num_experts_per_tok=8, moe_intermediate_size=512, first_k_dense_replace=0, vocab_size=151936,
     )  # fmt: skip
