@@ -521,7 +521,7 @@ class Engine(FakeEngine):
         time.sleep({delay!r})
         return super().decode(*arguments)
 spile.engines.open_engine = lambda model, options: Engine(
-    [*{answer!r}, 256], vocab_size=model.config.vocab_size, context={context!r}
+    [*{answer!r}, 256], vocab_size=model.spec.vocab_size, context={context!r}
 )
 from spile.__main__ import main
 sys.argv[1:] = {arguments!r}

@@ -59,7 +59,7 @@ class Engine(FakeEngine):
         time.sleep(delay)
         return super().decode(*arguments)
 def open_engine(model, options, *, tokenizer_nbytes=0):
-    return Engine(script, vocab_size=model.config.vocab_size)
+    return Engine(script, vocab_size=model.spec.vocab_size)
 spile.engines.open_engine = open_engine
 from spile.__main__ import main
 sys.argv[1:] = {arguments!r}
@@ -82,7 +82,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def script(text: str, **options: Any) -> None:
         def open_engine(model: Any, options_: Any, *, tokenizer_nbytes: int = 0) -> FakeEngine:
-            return FakeEngine([*text.encode(), EOS], vocab_size=model.config.vocab_size, **options)
+            return FakeEngine([*text.encode(), EOS], vocab_size=model.spec.vocab_size, **options)
 
         monkeypatch.setattr("spile.engines.open_engine", open_engine)
 
@@ -296,7 +296,10 @@ def test_prompt_comes_from_the_flag_or_standard_input_too(
         (["chat", "--system", "\udcff"], "--system is not valid UTF-8 at character 0"),
         (["generate", "a", "--raw", "--system", "b"], "system needs the chat template"),
         (["verify", "a", "-m", "b"], "MODEL was given twice: 'a' and --model 'b'"),
-        (["synth", "x", "--preset", "huge"], "there is no preset 'huge': there are maple-20b, tiny"),
+        (
+            ["synth", "x", "--preset", "huge"],
+            "there is no preset 'huge': there are maple-20b, qwen3-30b-a3b-4bit, tiny",
+        ),
         (["synth", "x", "--seed", "-1"], "seed -1 is negative"),
     ],
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spile.architectures import open_model
-from spile.architectures.maple import Form
+from spile.architectures import open_own
+from spile.architectures.spec import TERNARY
 from spile.errors import CheckpointError, UnsupportedModelError, WriteError
 from spile.files import writer
 from spile.files.checkpoint import open_checkpoint
@@ -171,8 +171,8 @@ def test_a_source_that_names_no_model_type_gets_one_and_no_code_is_copied(
     (source / "evil.py").write_text("raise SystemExit")
     (source / "chat_template.jinja").write_text("{{ messages }}")
     convert_folder(source, tmp_path / "made")
-    model = open_model(open_checkpoint(tmp_path / "made"))
-    assert model.form is Form.ROW_ALPHA
+    model = open_own(open_checkpoint(tmp_path / "made"))
+    assert model.spec.attention.q.format == TERNARY
     assert model.checkpoint.config["model_type"] == "maple"
     assert model.checkpoint.notes == ()
     names = {path.name for path in (tmp_path / "made").iterdir()}

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import spile
 from spile import _core
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import BudgetError, ContextError, OptionError, ReadError
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, **options: Any) -> CpuEngine:
     options = {"prefill_chunk": CHUNK, "threads": 1, **options}
-    engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+    engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(**options))
     assert isinstance(engine, CpuEngine)
     return engine
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reference import Reference
 from spile import _core
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.errors import OptionError
 from spile.files.checkpoint import open_checkpoint
@@ -70,7 +70,7 @@ def prompt(vocab_size: int, num_tokens: int = NUM_TOKENS, seed: int = 3) -> list
 
 def run(folder: Path, **options: Any) -> str:
     """Return the hash of a prompt's logits and of those of some tokens decoded after it."""
-    engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+    engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(**options))
     state = engine.new_state()
     logits = engine.logits(state, prompt(engine.vocab_size, 430 if folder.name == "long" else NUM_TOKENS))
     assert np.isfinite(logits).all()
@@ -87,8 +87,8 @@ def run(folder: Path, **options: Any) -> str:
 
 def pool_sizes(folder: Path) -> list[int]:
     """Return numbers of slots from the smallest pool to one that holds everything."""
-    config = open_maple(open_checkpoint(folder)).config
-    everything = (config.num_hidden_layers - config.first_k_dense_replace) * config.num_experts
+    config = open_own(open_checkpoint(folder)).spec
+    everything = config.num_routed_experts
     return sorted({1, config.num_experts_per_tok, everything // 2, everything - 1, everything})
 
 
@@ -177,7 +177,7 @@ def test_router_ties_go_to_the_lower_experts(folders: dict[str, Path], tmp_path:
             with checkpoint.shards[tensor.shard].open("r+b") as file:
                 file.seek(tensor.offset)
                 file.write(bytes(tensor.nbytes))
-    engine = open_engine(open_maple(checkpoint), EngineOptions(kv_bits=32, activation_bytes=3))
+    engine = open_engine(open_own(checkpoint), EngineOptions(kv_bits=32, activation_bytes=3))
     ids = prompt(engine.vocab_size)
     found = engine.logits(engine.new_state(), ids)
     engine.close()
@@ -232,7 +232,7 @@ def test_200_greedy_tokens_of_5_prompts_are_the_same_in_every_pool(folders: dict
     everything = pool_sizes(folder)[-1]
     results: list[list[tuple[list[int], str]]] = []
     for slots in (None, pool_sizes(folder)[0], everything // 2):
-        engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(slots=slots, threads=1))
+        engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(slots=slots, threads=1))
         results.append([])
         for seed in range(5):
             state = engine.new_state()
@@ -251,7 +251,7 @@ def test_200_greedy_tokens_of_5_prompts_are_the_same_in_every_pool(folders: dict
 
 
 def test_states_do_not_disturb_each_other_and_prompts_may_come_in_pieces(folders: dict[str, Path]) -> None:
-    engine = open_engine(open_maple(open_checkpoint(folders["window"])), EngineOptions(slots=5))
+    engine = open_engine(open_own(open_checkpoint(folders["window"])), EngineOptions(slots=5))
     ids = prompt(engine.vocab_size)
     one, other = engine.new_state(), engine.new_state()
     whole = engine.logits(one, ids).copy()
@@ -267,7 +267,7 @@ def test_states_do_not_disturb_each_other_and_prompts_may_come_in_pieces(folders
 def test_logits_are_those_of_float64(name: str, folders: dict[str, Path]) -> None:
     """Three bytes and 32-bit KV leave only float32 rounding; a near-tie of the router would be a jump."""
     options = EngineOptions(kv_bits=32, activation_bytes=3, slots=pool_sizes(folders[name])[0])
-    engine = open_engine(open_maple(open_checkpoint(folders[name])), options)
+    engine = open_engine(open_own(open_checkpoint(folders[name])), options)
     ids = prompt(engine.vocab_size, 430 if name == "long" else NUM_TOKENS)
     found = engine.logits(engine.new_state(), ids)
     reference = Reference(folders[name])

@@ -7,26 +7,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from spile.architectures import open_model
-from spile.architectures.maple import PROJECTIONS, MapleModel
+from spile.architectures import open_own
+from spile.architectures.reading import PROJECTIONS
+from spile.architectures.spec import Experts, OwnModel
 from spile.errors import CheckpointError
 from spile.files.checkpoint import open_checkpoint
 from spile.residency import experts
-from spile.residency.experts import ExpertTable, Extent, decode_bf16, encode_bf16, read_alphas, read_row_alpha
+from spile.residency.experts import ExpertTable, Extent, decode_bf16, encode_bf16, read_row_alpha
 
 Tiny = Callable[..., Path]
 
 
-def open_folder(folder: Path) -> MapleModel:
-    return open_model(open_checkpoint(folder))
+def open_folder(folder: Path) -> OwnModel:
+    return open_own(open_checkpoint(folder))
 
 
-def read(model: MapleModel, extent: Extent) -> bytes:
+def read(model: OwnModel, extent: Extent) -> bytes:
     return model.checkpoint.shards[extent.shard].read_bytes()[extent.offset :][: extent.nbytes]
 
 
-def poke(model: MapleModel, name: str, value: int, bits: int) -> None:
+def read_alphas(model: OwnModel, layer: int, projection: str) -> NDArray[np.uint16]:
+    """Read the alphas of all experts of a layer, [E, out]."""
+    stack = model.spec.layers[layer].ffn
+    assert isinstance(stack, Experts)
+    return read_row_alpha(model, dict(zip(PROJECTIONS, stack.glu.weights(), strict=True))[projection])
+
+
+def poke(model: OwnModel, name: str, value: int, bits: int) -> None:
     """Overwrite the BF16 value at a flat position of a tensor."""
     tensor = model.checkpoint.tensors[name]
     with model.checkpoint.shards[tensor.shard].open("r+b") as file:
@@ -61,13 +70,13 @@ def test_an_expert_of_the_full_size_model_has_792576_bytes() -> None:
     assert 3 * 262_144 + (512 + 512 + 2048) * 2 == 792_576
 
 
-def test_alpha_extents_are_the_whole_tensors(tiny_checkpoint: Tiny) -> None:
+def test_alphas_are_the_whole_tensors(tiny_checkpoint: Tiny) -> None:
     model = open_folder(tiny_checkpoint(shards=2))
-    table = ExpertTable(model)
     for projection in PROJECTIONS:
         alphas = read_alphas(model, 2, projection)
         assert alphas.shape == (8, 128)
-        assert read(model, table.alpha_extent(2, projection)) == alphas.tobytes()
+        name = f"model.layers.2.mlp.switch_mlp.{projection}.row_alpha"
+        assert model.checkpoint.read(name).tobytes() == alphas.tobytes()
 
 
 def test_both_forms_give_the_same_alphas(tiny_checkpoint: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +88,12 @@ def test_both_forms_give_the_same_alphas(tiny_checkpoint: Tiny, monkeypatch: pyt
             np.testing.assert_array_equal(
                 read_alphas(row_alpha, layer, projection), read_alphas(grouped, layer, projection)
             )
-        for projection in "qkvo":
-            prefix = f"model.layers.{layer}.self_attn.{projection}_proj"
-            np.testing.assert_array_equal(read_row_alpha(row_alpha, prefix), read_row_alpha(grouped, prefix))
+        for name in "qkvo":
+            one, other = (
+                read_row_alpha(model, getattr(model.spec.layers[layer].attention, name))
+                for model in (row_alpha, grouped)
+            )
+            np.testing.assert_array_equal(one, other)
 
 
 UP = "model.layers.1.mlp.switch_mlp.up_proj"
@@ -102,7 +114,7 @@ def test_a_bias_that_is_not_minus_its_scale_is_refused_by_tensor_and_row(tiny_ch
     bits = int(model.checkpoint.read(f"{prefix}.scales").reshape(-1)[2 * 9])
     poke(model, f"{prefix}.biases", 2 * 9, bits)  # plus, not minus
     with pytest.raises(CheckpointError, match=r"q_proj\.biases of model\.safetensors: row 9 .* not -scale"):
-        read_row_alpha(model, prefix)
+        read_row_alpha(model, model.spec.layers[0].attention.q)
 
 
 def test_a_zero_alpha_may_have_a_bias_of_either_sign(tiny_checkpoint: Tiny) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from spile import _core
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines.cpu import engine as engine_module
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import CheckpointError, ModelError
@@ -85,7 +85,7 @@ def poke(path: Path, name: str, kind: str, bits: int) -> None:
 
 
 def opened(folder: Path, **options: Any) -> CpuEngine:
-    return CpuEngine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+    return CpuEngine(open_own(open_checkpoint(folder)), EngineOptions(**options))
 
 
 def compute(folder: Path, *, chunk: int, **options: Any) -> None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 import spile
 from reference import Reference
 from spile import _core
+from spile.architectures import open_own
 from spile.architectures.flash_head import FlashHead, open_flash_head
-from spile.architectures.maple import open_maple
 from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.engines.cpu import flash_head as gathering
@@ -79,7 +79,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def opened(folder: Path, **options: Any) -> Engine:
-    return open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**{"flash_head": True, **options}))
+    return open_engine(open_own(open_checkpoint(folder)), EngineOptions(**{"flash_head": True, **options}))
 
 
 def logits(folder: Path, **options: Any) -> NDArray[np.float32]:
@@ -248,7 +248,7 @@ def test_a_vocabulary_that_does_not_cut_into_clusters_is_refused(tmp_path: Path)
 
 
 def test_the_plan_counts_what_it_takes(made: Path) -> None:
-    model = open_maple(open_checkpoint(made))
+    model = open_own(open_checkpoint(made))
     nbytes = counting.flash_head_nbytes(model, EngineOptions(flash_head=True))
     centroids = sum(
         data.nbytes for name, (_, data) in raw_tensors(made / FLASH_HEAD_NAME).items() if "centroids" in name

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import spile
 from reference import Reference
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
 from spile.making.convert import convert_folder
@@ -74,7 +74,7 @@ def test_token_by_token_is_within_tolerance_and_equals_one_batch(
     folder: Path, golden: Path, exact: dict[int, NDArray[np.float64]]
 ) -> None:
     ids = np.load(golden / "ids60.npy").tolist()
-    engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(kv_bits=32))
+    engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(kv_bits=32))
     state = engine.new_state()
     rows = [engine.prefill(state, ids[:1]).copy()]
     rows += [engine.decode(state, token).copy() for token in ids[1:]]

@@ -11,7 +11,7 @@ import pytest
 
 import spile
 from fakes import FakeEngine
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.files.checkpoint import open_checkpoint
@@ -25,7 +25,7 @@ DEMO = Path(spile.__file__).parent / "demo" / "model"
 def engine(request: pytest.FixtureRequest, golden: Path) -> Iterator[Engine]:
     """Chunks of 32 leave rings of 256 and 384 positions, which the sequences below go around."""
     folder = golden / "mlx-2bit" if request.param.startswith("golden") else DEMO
-    model = open_maple(open_checkpoint(folder))
+    model = open_own(open_checkpoint(folder))
     engine = open_engine(model, EngineOptions(context=900, prefill_chunk=32, threads=1))
     yield engine
     engine.close()

@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import spile
-from spile.architectures.maple import MapleConfig, open_maple
+from spile.architectures import open_own
+from spile.architectures.spec import ModelSpec
 from spile.engines.cpu.engine import CpuEngine
 from spile.errors import ContextError, OptionError
 from spile.files.checkpoint import open_checkpoint
@@ -29,7 +30,7 @@ HELD_OUT = Path(__file__).parent / "held_out.txt"
 
 def opened(folder: Path, bits: tuple[int, int] = (16, 16), **options: Any) -> CpuEngine:
     return CpuEngine(
-        open_maple(open_checkpoint(folder)), EngineOptions(kv_bits=bits[0], kv_v_bits=bits[1], **options)
+        open_own(open_checkpoint(folder)), EngineOptions(kv_bits=bits[0], kv_v_bits=bits[1], **options)
     )
 
 
@@ -52,7 +53,7 @@ def test_formula_is_what_the_core_allocates(head_dim: int, tiny_checkpoint: Call
     folder = tiny_checkpoint(head_dim=head_dim, num_hidden_layers=2, full_attention_interval=2)
     for bits, rings in [*((bits, None) for bits in FORMATS), ((16, 4), 8), ((4, 32), 4), ((8, 8), 32)]:
         engine = opened(folder, bits, prefill_chunk=33, kv_ring_bits=rings)
-        config: MapleConfig = engine._config
+        config: ModelSpec = engine._spec
         state = engine.new_state()
         for num in (1, 127, 1, 250):
             engine.logits(state, ids_of(engine, num))
@@ -68,7 +69,7 @@ def test_formula_is_what_the_core_allocates(head_dim: int, tiny_checkpoint: Call
 
 def test_bytes_of_a_position_worked_out_by_hand(golden: Path) -> None:
     """Heads of 64, two of them: keys and values of 64 dimensions, and four bytes a group of 64."""
-    config = open_maple(open_checkpoint(golden / "mlx-2bit")).config
+    config = open_own(open_checkpoint(golden / "mlx-2bit")).spec
     by_hand = {
         (32, 32, 32): (2 * (256 + 256),) * 2,
         (16, 16, 16): (2 * (128 + 128),) * 2,
@@ -186,7 +187,7 @@ def test_positions_can_be_taken_out_and_put_back(bits: tuple[int, int], golden: 
     engine.prefill(one, ids)
     assert one.cache is not None
     assert other.cache is not None
-    for layer, is_sliding in enumerate(engine._config.layer_is_sliding):
+    for layer, is_sliding in enumerate(engine._spec.layer_is_sliding):
         start = 130 if is_sliding else 0
         rows = one.cache.read(layer, start, 150)
         assert rows.shape == (150 - start, one.cache.nbytes_per_position(layer))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spile.architectures import open_model
-from spile.architectures.maple import Form, MapleModel, expected_tensors, open_maple, parse_config
+from spile.architectures import open_model, open_own
+from spile.architectures.maple import spec as spec_of
+from spile.architectures.spec import BF16, TERNARY, TERNARY_GROUPS, Format, OwnModel, Rope
 from spile.errors import CheckpointError, ModelError, UnsupportedModelError
 from spile.files.checkpoint import open_checkpoint
 from spile.files.writer import ShardWriter, Spec
@@ -40,13 +42,17 @@ def rewrite(folder: Path, change: Callable[[list[Spec]], list[Spec]]) -> Path:
     return folder
 
 
-def open_folder(folder: Path) -> MapleModel:
-    return open_maple(open_checkpoint(folder))
+def open_folder(folder: Path) -> OwnModel:
+    return open_own(open_checkpoint(folder))
+
+
+def form_of(model: OwnModel) -> Format:
+    return model.spec.attention.q.format
 
 
 def refused(kind: type[ModelError], **values: Any) -> str:
     with pytest.raises(kind) as caught:
-        parse_config(CONFIG | values)
+        spec_of(CONFIG | values)
     return str(caught.value)
 
 
@@ -55,21 +61,20 @@ def refused(kind: type[ModelError], **values: Any) -> str:
 
 def test_the_golden_models_open_in_their_forms(golden: Path, golden_bf16: Path) -> None:
     quantized, source = open_folder(golden / "mlx-2bit"), open_folder(golden_bf16)
-    assert (quantized.form, quantized.embedding_name) == (Form.ROW_ALPHA, "model.word_embeddings")
-    assert (source.form, source.embedding_name) == (Form.BF16, "model.embed_tokens")
-    assert quantized.config == source.config
-    assert quantized.config.rope_dims == 32
-    assert quantized.config.layer_is_sliding == (True, True, True, False)
-    assert quantized.config.eos_token_ids == ()
+    assert (form_of(quantized), quantized.spec.embedding.name) == (TERNARY, "model.word_embeddings")
+    assert (form_of(source), source.spec.embedding.name) == (BF16, "model.embed_tokens")
+    assert quantized.spec == spec_of(source.checkpoint.config)
+    assert quantized.spec.layer_is_sliding == (True, True, True, False)
+    ropes = [layer.attention.rope for layer in quantized.spec.layers]
+    assert ropes == [Rope(32, 10000.0)] * 3 + [None]
 
 
 def test_group_scales_are_a_form_of_their_own(tiny_checkpoint: Tiny) -> None:
-    assert open_folder(tiny_checkpoint(group_scales=True)).form is Form.GROUP_SCALES
+    assert form_of(open_folder(tiny_checkpoint(group_scales=True))) == TERNARY_GROUPS
 
 
 def test_the_full_size_model_has_the_tensors_and_bytes_of_the_real_one() -> None:
-    config = parse_config(PRESETS["maple-20b"].config())
-    tensors = list(expected_tensors(config, Form.ROW_ALPHA, "model.word_embeddings"))
+    tensors = list(PRESETS["maple-20b"].spec().tensors())
     assert len(tensors) == 463
     assert sum(Spec(*tensor).nbytes for tensor in tensors) == 5_308_186_624
     experts = sum(Spec(*tensor).nbytes for tensor in tensors if ".switch_mlp." in tensor.name)
@@ -84,12 +89,12 @@ def test_embeddings_may_have_either_name(tiny_checkpoint: Tiny) -> None:
     quantization = CONFIG["quantization"] | {"model.embed_tokens": {"bits": 4, "group_size": 64}}
     del quantization["model.word_embeddings"]
     edit(folder, quantization=quantization, quantization_config=None)
-    assert open_folder(folder).embedding_name == "model.embed_tokens"
+    assert open_folder(folder).spec.embedding.name == "model.embed_tokens"
 
 
 def test_dense_first_layers_have_plain_mlps(tiny_checkpoint: Tiny) -> None:
     model = open_folder(tiny_checkpoint(first_k_dense_replace=1, intermediate_size=384))
-    assert [model.config.is_moe(layer) for layer in range(4)] == [False, True, True, True]
+    assert [model.spec.is_moe(layer) for layer in range(4)] == [False, True, True, True]
     assert model.checkpoint.tensors["model.layers.0.mlp.up_proj.weight"].shape == (384, 8)
 
 
@@ -102,8 +107,8 @@ def test_absent_keys_have_the_values_that_maple_implies(tiny_checkpoint: Tiny) -
         eos_token_id=None,
     )  # fmt: skip
     model = open_folder(folder)
-    assert not any(model.config.layer_is_sliding)
-    assert model.config.first_k_dense_replace == 0
+    assert not any(model.spec.layer_is_sliding)
+    assert model.spec.num_moe_layers == 4
 
 
 def test_optional_tensors_are_ignored(tiny_checkpoint: Tiny) -> None:
@@ -113,11 +118,6 @@ def test_optional_tensors_are_ignored(tiny_checkpoint: Tiny) -> None:
         Spec("lm_head_flash.head.weight", "U32", (4, 16)),
     ]
     open_folder(rewrite(tiny_checkpoint(), lambda specs: specs + extra))
-
-
-@pytest.mark.parametrize(("value", "ids"), [(3, (3,)), ([3, 5, 3], (3, 5)), ([], ())])
-def test_end_tokens_are_an_id_or_a_list(value: Any, ids: tuple[int, ...]) -> None:
-    assert parse_config(CONFIG | {"eos_token_id": value}).eos_token_ids == ids
 
 
 # refusals: architecture
@@ -209,7 +209,7 @@ def test_an_unknown_kind_of_layer_is_refused_by_name() -> None:
 
 def test_a_width_that_does_not_pack_is_refused_by_name(tiny_checkpoint: Tiny) -> None:
     folder = tiny_checkpoint(moe_intermediate_size=144)  # 9 words: fine for row alphas, not for groups of 128
-    assert open_folder(folder).config.moe_intermediate_size == 144
+    assert open_folder(folder).spec.moe_intermediate_size == 144
     with pytest.raises(UnsupportedModelError, match="moe_intermediate_size is 136"):
         open_folder(edit(folder, moe_intermediate_size=136))
     with pytest.raises(UnsupportedModelError, match="hidden_size is 144"):
@@ -312,6 +312,20 @@ def test_a_config_of_more_or_fewer_layers_than_the_weights_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.[34]"):
         open_folder(edit(tiny_checkpoint(), num_hidden_layers=layers, layer_types=None))
+
+
+def test_a_config_that_claims_billions_of_tensors_is_refused_at_once(
+    golden_bf16: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(golden_bf16 / "model.safetensors")
+    (folder / "config.json").write_text((golden_bf16 / "config.json").read_text())
+    edit(folder, num_experts=65_536, num_hidden_layers=10_000, layer_types=None)
+    started = time.process_time()
+    with pytest.raises(CheckpointError, match=r"tensor .*: expected .* found"):
+        open_folder(folder)
+    assert time.process_time() - started < 5
 
 
 def test_a_tensor_that_would_change_the_answer_is_not_dropped(tiny_checkpoint: Tiny) -> None:

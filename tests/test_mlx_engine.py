@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -24,7 +23,7 @@ import spile
 from mlx_architectures import Quantization, write_tiny
 from spile.architectures import open_model
 from spile.architectures.foreign import foreign_types, open_foreign
-from spile.architectures.maple import parse_config
+from spile.architectures.spec import OwnModel
 from spile.engines import open_engine
 from spile.engines.mlx import adapter
 from spile.engines.mlx.engine import MlxEngine, products_per_token
@@ -37,6 +36,7 @@ from spile.errors import (
     UnsupportedModelError,
 )
 from spile.files.checkpoint import open_checkpoint
+from spile.making.synth import PRESETS
 from spile.options import EngineOptions
 from spile.sizes import format_size
 
@@ -70,15 +70,12 @@ def test_the_summary_names_what_will_be_used_not_what_is_free(folders: Callable[
 def test_a_maple_that_is_hopeless_without_a_gpu_says_so_with_the_figure_and_what_to_do(
     golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = dataclasses.replace(
-        parse_config(json.loads((golden / "mlx-2bit" / "config.json").read_text())),
-        hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
-        num_experts_per_tok=8, moe_intermediate_size=512, first_k_dense_replace=0, vocab_size=151936,
-    )  # fmt: skip
+    large = PRESETS["maple-20b"].spec()
     assert products_per_token(large) == 1_166_802_944  # worked out by hand: 251.7 + 604.0 + 311.2 M
     for slow, words in ((False, ()), (True, ("CPU backend", "about 0.02 tokens a second", "--engine cpu"))):
         if slow:
-            monkeypatch.setattr("spile.engines.mlx.engine.parse_config", lambda config: large)
+            own = OwnModel(open_checkpoint(golden / "mlx-2bit"), large)
+            monkeypatch.setattr("spile.engines.mlx.engine.open_own", lambda checkpoint, own=own: own)
         engine = open_engine(open_model(open_checkpoint(golden / "mlx-2bit")), EngineOptions(engine="mlx"))
         notes = " ".join(engine.notes)
         assert all(word in notes for word in words)

@@ -16,7 +16,7 @@ import pytest
 
 import spile
 from native.dump import FAULTS, fnv1a, write_all
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.files.checkpoint import open_checkpoint
 from spile.options import EngineOptions
@@ -50,7 +50,7 @@ def test_every_build_and_instruction_set_gives_the_engines_bits(tmp_path: Path) 
     for name in FAULTS:
         assert hashes[name] == {name}
     for name, (folder, ids, options) in write_all(tmp_path).items():
-        engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+        engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(**options))
         assert hashes[name] == {fnv1a(engine.logits(engine.new_state(), ids).tobytes())}
         engine.close()
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from spile import machine
-from spile.architectures.maple import MapleModel, open_maple
+from spile.architectures import open_own
+from spile.architectures.spec import OwnModel
 from spile.engines import open_engine
 from spile.errors import BudgetError
 from spile.files.checkpoint import open_checkpoint
@@ -41,10 +42,10 @@ SHAPE = SynthShape(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> MapleModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> OwnModel:
     folder = tmp_path_factory.mktemp("plan") / "model"
     write_checkpoint(folder, SHAPE, shards=2)
-    return open_maple(open_checkpoint(folder))
+    return open_own(open_checkpoint(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +61,11 @@ def fixed_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_available
 
 
-def plan_of(model: MapleModel, **options: Any) -> Plan:
+def plan_of(model: OwnModel, **options: Any) -> Plan:
     return make_plan(model, ExpertTable(model), EngineOptions(**options))
 
 
-def test_what_others_reserve_is_a_part_of_the_plan(model: MapleModel) -> None:
+def test_what_others_reserve_is_a_part_of_the_plan(model: OwnModel) -> None:
     floor, more = floor_of(model), floor_of(model, reserved_bytes=24_000_000)
     assert more - floor == 24_000_000
     made = plan_of(model, memory_bytes=more, reserved_bytes=24_000_000)
@@ -72,7 +73,7 @@ def test_what_others_reserve_is_a_part_of_the_plan(model: MapleModel) -> None:
     assert made.parts.total <= more
 
 
-def floor_of(model: MapleModel, **options: Any) -> int:
+def floor_of(model: OwnModel, **options: Any) -> int:
     """Return what the refusal of a far too small budget says is the smallest one."""
     with pytest.raises(BudgetError) as caught:
         plan_of(model, memory_bytes=1, **options)
@@ -82,7 +83,7 @@ def floor_of(model: MapleModel, **options: Any) -> int:
     return parse_size(found[1])
 
 
-def whole(model: MapleModel) -> int:
+def whole(model: OwnModel) -> int:
     return sum(path.stat().st_size for path in model.checkpoint.shards)
 
 
@@ -99,7 +100,7 @@ CHOICES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", CHOICES)
 def test_budget_below_the_floor_is_refused_and_the_floor_works(
-    model: MapleModel, options: dict[str, Any]
+    model: OwnModel, options: dict[str, Any]
 ) -> None:
     floor = floor_of(model, **options)
     plan = plan_of(model, memory_bytes=floor, **options)
@@ -112,12 +113,12 @@ def test_budget_below_the_floor_is_refused_and_the_floor_works(
     assert parse_size((caught.value.hint or "").split()[2]) == floor  # the same floor from wherever one asks
 
 
-def test_floor_is_more_than_the_process_already_holds(model: MapleModel) -> None:
+def test_floor_is_more_than_the_process_already_holds(model: OwnModel) -> None:
     assert floor_of(model) > PROCESS
 
 
 @pytest.mark.parametrize("options", CHOICES)
-def test_every_budget_above_the_floor_is_kept(model: MapleModel, options: dict[str, Any]) -> None:
+def test_every_budget_above_the_floor_is_kept(model: OwnModel, options: dict[str, Any]) -> None:
     floor = floor_of(model, **options)
     for budget in range(floor, floor + whole(model) + 40 * MB, 777_777):
         plan = plan_of(model, memory_bytes=budget, **options)
@@ -128,7 +129,7 @@ def test_every_budget_above_the_floor_is_kept(model: MapleModel, options: dict[s
 
 
 @pytest.mark.parametrize("io", ["auto", "direct"])
-def test_more_budget_is_never_less_of_the_model(model: MapleModel, io: str) -> None:
+def test_more_budget_is_never_less_of_the_model(model: OwnModel, io: str) -> None:
     """With chunk and context named, nothing else competes: head rows first, then slots."""
     options: dict[str, Any] = {"context": 2048, "prefill_chunk": 64, "io": io}
     floor = floor_of(model, **options)
@@ -150,7 +151,7 @@ def test_more_budget_is_never_less_of_the_model(model: MapleModel, io: str) -> N
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_more_budget_is_never_less_of_anything(model: MapleModel, sequences: int) -> None:
+def test_more_budget_is_never_less_of_anything(model: OwnModel, sequences: int) -> None:
     """Regression: where the default context or chunk stepped up, slots went down."""
     names = ("context", "prefill_chunk", "num_head_rows", "num_slots")
     last = dict.fromkeys(names, 0)
@@ -169,7 +170,7 @@ def test_more_budget_is_never_less_of_anything(model: MapleModel, sequences: int
     }
 
 
-def test_what_is_set_aside_and_not_used_is_little(model: MapleModel) -> None:
+def test_what_is_set_aside_and_not_used_is_little(model: OwnModel) -> None:
     floor = floor_of(model)
     for budget in range(floor + MB, floor + 100 * MB, 1_234_567):
         plan = plan_of(model, memory_bytes=budget, io="direct")
@@ -177,7 +178,7 @@ def test_what_is_set_aside_and_not_used_is_little(model: MapleModel) -> None:
             assert budget - plan.parts.total < 3 * MB
 
 
-def test_keys_and_values_that_cannot_fit_are_refused_with_the_sum(model: MapleModel) -> None:
+def test_keys_and_values_that_cannot_fit_are_refused_with_the_sum(model: OwnModel) -> None:
     with pytest.raises(BudgetError) as caught:
         plan_of(model, memory_bytes=floor_of(model) + 5 * MB, context=20_000, sequences=8)
     message = caught.value.message
@@ -189,7 +190,7 @@ def test_keys_and_values_that_cannot_fit_are_refused_with_the_sum(model: MapleMo
     assert "kv" in {name for name, _, _ in parts}
 
 
-def test_smallest_and_mapped_budgets_are_those_that_plans_say(model: MapleModel) -> None:
+def test_smallest_and_mapped_budgets_are_those_that_plans_say(model: OwnModel) -> None:
     table, memory = ExpertTable(model), plan_module.memory_now()
     least = smallest_budget(model, table, EngineOptions(), memory)
     assert least == floor_of(model)
@@ -198,7 +199,7 @@ def test_smallest_and_mapped_budgets_are_those_that_plans_say(model: MapleModel)
     assert not plan_of(model, memory_bytes=mapped - 2 * MB).is_mapped
 
 
-def test_budget_equal_to_a_group_s_limit_is_kept(model: MapleModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_equal_to_a_group_s_limit_is_kept(model: OwnModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group counts a few MB that the process does not: page tables, kernel memory; the margin is for those."""
     limit = floor_of(model) + 10 * MB
     monkeypatch.setattr(plan_module, "memory_limit_bytes", lambda: limit)
@@ -210,7 +211,7 @@ def test_budget_equal_to_a_group_s_limit_is_kept(model: MapleModel, monkeypatch:
 
 
 def test_budget_that_nobody_names_is_made_from_the_group_s_limit(
-    model: MapleModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: OwnModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Case B2: a limit of which most is file cache leaves nearly all of it."""
     GIB = 1 << 30
@@ -231,7 +232,7 @@ def test_budget_that_nobody_names_is_made_from_the_group_s_limit(
         plan_of(model)
 
 
-def test_everything_is_mapped_where_it_fits(model: MapleModel, fixed_memory: Callable[[int], None]) -> None:
+def test_everything_is_mapped_where_it_fits(model: OwnModel, fixed_memory: Callable[[int], None]) -> None:
     plan = plan_of(model)
     assert plan.is_mapped
     assert plan.context == SHAPE.max_position_embeddings
@@ -240,7 +241,7 @@ def test_everything_is_mapped_where_it_fits(model: MapleModel, fixed_memory: Cal
 
 
 def test_machine_with_too_little_memory_gets_a_pool_without_being_asked(
-    model: MapleModel, fixed_memory: Callable[[int], None]
+    model: OwnModel, fixed_memory: Callable[[int], None]
 ) -> None:
     fixed_memory(50 * MB)  # the checkpoint has 44 MB, and there is all the rest
     plan = plan_of(model)
@@ -250,7 +251,7 @@ def test_machine_with_too_little_memory_gets_a_pool_without_being_asked(
 
 
 def test_machine_with_far_too_little_memory_is_told_so(
-    model: MapleModel, fixed_memory: Callable[[int], None]
+    model: OwnModel, fixed_memory: Callable[[int], None]
 ) -> None:
     fixed_memory(1 * MB)
     with pytest.raises(BudgetError, match="needs"):
@@ -258,7 +259,7 @@ def test_machine_with_far_too_little_memory_is_told_so(
 
 
 def test_reads_are_buffered_only_where_the_page_cache_could_hold_the_files(
-    model: MapleModel, fixed_memory: Callable[[int], None]
+    model: OwnModel, fixed_memory: Callable[[int], None]
 ) -> None:
     budget = floor_of(model) + 5 * MB
     assert not plan_of(model, memory_bytes=budget).is_direct
@@ -270,13 +271,13 @@ def test_reads_are_buffered_only_where_the_page_cache_could_hold_the_files(
 
 
 @pytest.mark.parametrize("slots", [1, 7, 512, 100_000])
-def test_number_of_slots_can_be_forced(model: MapleModel, slots: int) -> None:
+def test_number_of_slots_can_be_forced(model: OwnModel, slots: int) -> None:
     plan = plan_of(model, slots=slots)
     assert not plan.is_mapped
     assert plan.num_slots == min(slots, 512)
 
 
-def test_parts_are_those_of_the_files(model: MapleModel) -> None:
+def test_parts_are_those_of_the_files(model: OwnModel) -> None:
     plan = plan_of(model, memory_bytes=floor_of(model) + 20 * MB, io="direct")
     assert plan.parts.process == PROCESS
     assert plan.parts.experts == plan.num_slots * Pages.nbytes_per_slot(ExpertTable(model))
@@ -285,8 +286,8 @@ def test_parts_are_those_of_the_files(model: MapleModel) -> None:
     assert everything.total > 0.99 * whole(model)
 
 
-def test_kv_of_sliding_layers_stops_growing_at_the_window(model: MapleModel) -> None:
-    config = model.config
+def test_kv_of_sliding_layers_stops_growing_at_the_window(model: OwnModel) -> None:
+    config = model.spec
     sizes = [kv_nbytes(config, context, 64, KvFormat(16, 16)) for context in (512, 1024, 2048)]
     full_layers = config.layer_is_sliding.count(False)
     head = 2 * config.head_dim * config.num_key_value_heads * 2
@@ -295,7 +296,7 @@ def test_kv_of_sliding_layers_stops_growing_at_the_window(model: MapleModel) -> 
 
 @pytest.mark.parametrize("options", [{}, {"context": 300, "prefill_chunk": 32}])
 def test_engine_opens_at_the_floor_and_runs(
-    model: MapleModel, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: OwnModel, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # with the real memory of this process
     for _ in range(3):  # what the process holds may move a little between asking and opening
@@ -312,7 +313,7 @@ def test_engine_opens_at_the_floor_and_runs(
     engine.close()
 
 
-def test_what_others_reserve_is_a_part_of_the_plan_and_leaves_less_for_experts(model: MapleModel) -> None:
+def test_what_others_reserve_is_a_part_of_the_plan_and_leaves_less_for_experts(model: OwnModel) -> None:
     budget = floor_of(model) + 20 * MB
     free = plan_of(model, memory_bytes=budget, io="direct")
     made = plan_of(model, memory_bytes=budget, io="direct", reserved_bytes=10 * MB)
@@ -335,7 +336,7 @@ def test_what_others_reserve_is_a_part_of_the_plan_and_leaves_less_for_experts(m
 )
 @pytest.mark.parametrize("limit", [None, 400 * MB])
 def test_a_refusal_names_what_was_asked_for_and_could_be_less(
-    asked: dict[str, Any], way: str, limit: int | None, model: MapleModel, monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any], way: str, limit: int | None, model: OwnModel, monkeypatch: pytest.MonkeyPatch,
     fixed_memory: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Regression: a prompt step of 8,192 tokens with 400 MB was told to raise the control group's limit."""

@@ -13,7 +13,7 @@ import pytest
 import spile
 from fakes import FakeEngine
 from spile import memory
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.engines import open_engine
 from spile.engines.base import Engine
 from spile.errors import OptionError
@@ -35,7 +35,7 @@ MODELS = ["golden, window 16", "demo, window 128"]
 def opened(golden: Path, name: str, **options: Any) -> Engine:
     folder = golden / "mlx-2bit" if name.startswith("golden") else DEMO
     options = {"context": 900, "prefill_chunk": CHUNK, "threads": 1, **options}
-    return open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**options))
+    return open_engine(open_own(open_checkpoint(folder)), EngineOptions(**options))
 
 
 @pytest.fixture(scope="module", params=MODELS)

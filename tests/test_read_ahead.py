@@ -219,7 +219,7 @@ def test_router_foretells_its_own_choice_of_the_same_values(tiny_checkpoint: Cal
 
     with spile.load(folder, engine="cpu", memory="1GB") as model:
         engine: Any = model.open()
-        num_layers = engine._config.num_hidden_layers
+        num_layers = engine._spec.num_hidden_layers
         alone = model.logits([1, 2, 3])
         state = engine.new_state()
         engine._decoder = Asked(engine._decoder)
@@ -232,10 +232,11 @@ def test_router_foretells_different_experts_of_what_is_no_number(
 ) -> None:
     with spile.load(tiny_checkpoint(), engine="cpu", memory="1GB") as model:
         engine: Any = model.open()
-        config, decoder = engine._config, engine._decoder
+        config, decoder = engine._spec, engine._decoder
         codes = np.zeros((1, config.hidden_size // 2), np.uint8)
         scales = np.full((1, config.hidden_size // 64), 0x7FC0, np.uint16)  # BF16's "not a number"
-        decoder.begin(codes.ctypes.data, scales.ctypes.data, scales.ctypes.data, np.zeros(1, np.int64))
+        addresses = codes.ctypes.data, scales.ctypes.data, scales.ctypes.data
+        decoder.begin(*addresses, np.zeros(1, np.int64), engine._rope.rows(0, 1))
         decoder.attend(engine.new_state().cache, 0)
         foretold = np.full(config.num_experts_per_tok, -1, np.int32)
         decoder.foretell(1, foretold)

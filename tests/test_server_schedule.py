@@ -155,15 +155,15 @@ def few_slots(folder: Path) -> Model:
     """The model with as few slots as it runs with, and chunks shorter than the prompts."""
     checkpoint = open_checkpoint(folder)
     maple = open_model(checkpoint)
-    options = EngineOptions(slots=maple.config.num_experts_per_tok, prefill_chunk=16, threads=1)
+    options = EngineOptions(slots=maple.spec.num_experts_per_tok, prefill_chunk=16, threads=1)
     tokenizer = open_tokenizer(folder, config=checkpoint.config, keep=True)
     return Model(
         open_engine=lambda: open_engine(maple, options),
         config=checkpoint.config,
         sidecar=read_sidecar(folder),
         tokenizer=tokenizer,
-        plan_context=lambda: maple.config.max_position_embeddings,
-        vocab_size=maple.config.vocab_size,
+        plan_context=lambda: maple.spec.max_position_embeddings,
+        vocab_size=maple.spec.vocab_size,
         folder=folder,
         on_note=lambda note: None,
     )

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 
 from reference import Reference
-from spile.architectures import open_model
+from spile.architectures import open_own
 from spile.errors import OptionError, WriteError
 from spile.files import writer
 from spile.files.checkpoint import open_checkpoint
@@ -116,7 +116,7 @@ def test_activations_stay_sane_and_all_experts_are_used(tiny_checkpoint: Tiny) -
     ],
 )
 def test_any_shape_that_packs_is_written(tiny_checkpoint: Tiny, sizes: dict[str, int]) -> None:
-    config = open_model(open_checkpoint(tiny_checkpoint(**sizes))).config
+    config = open_own(open_checkpoint(tiny_checkpoint(**sizes))).spec
     for name, value in sizes.items():
         assert getattr(config, name, value) == value
 
@@ -169,7 +169,7 @@ def test_the_tiny_tokenizer_is_bytes_and_the_end_of_turn_is_in_both_configs(tiny
 def test_a_vocabulary_without_room_for_bytes_gets_no_tokenizer(tiny_checkpoint: Tiny) -> None:
     for folder in (tiny_checkpoint(vocab_size=256), tiny_checkpoint(tokenizer_entries=0)):
         assert set(contents(folder)) == {"config.json", "model.safetensors"}
-        assert open_model(open_checkpoint(folder)).config.eos_token_ids == ()
+        assert open_own(open_checkpoint(folder)).checkpoint.config.get("eos_token_id") is None
 
 
 def test_a_vocabulary_with_less_room_gets_fewer_entries(tiny_checkpoint: Tiny) -> None:

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import spile
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
 from spile.cli import run
 from spile.engines import open_engine
 from spile.engines.cpu.engine import CpuEngine
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, **options: Any) -> CpuEngine:
-    engine = open_engine(open_maple(open_checkpoint(folder)), EngineOptions(**{"threads": 1, **options}))
+    engine = open_engine(open_own(open_checkpoint(folder)), EngineOptions(**{"threads": 1, **options}))
     assert isinstance(engine, CpuEngine)
     return engine
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from spile.architectures.maple import MapleModel, open_maple
+from spile.architectures import open_own
+from spile.architectures.spec import OwnModel
 from spile.engines.cpu.engine import CpuEngine
 from spile.files.checkpoint import open_checkpoint
 from spile.files.hub import DEMO_FOLDER
@@ -50,7 +51,7 @@ def main() -> None:
     tokenizer = open_tokenizer(DEMO_FOLDER, config={}, keep=False)
     assert tokenizer is not None, "the demo model has a tokenizer"
     text_ids = tokenizer.encode(arguments.text.read_text(encoding="utf-8"))[
-        : open_demo().config.max_position_embeddings
+        : open_demo().spec.max_position_embeddings
     ]
     heading = " ".join(f"{f'@{depth:,}':>7}" for depth in depths)
     print(f"{'bits':>6} {'full: formula, measured':>24} {'sliding':>14} {'perplexity':>10} {'divergence':>10} "
@@ -67,7 +68,7 @@ def main() -> None:
         }
         options["threads"] = arguments.threads
         measured = (
-            open_demo() if arguments.model is None else open_maple(open_checkpoint(Path(arguments.model)))
+            open_demo() if arguments.model is None else open_own(open_checkpoint(Path(arguments.model)))
         )
         row |= position_bytes(measured, options)
         log_probabilities = read(open_demo(), text_ids, options)
@@ -85,26 +86,26 @@ def main() -> None:
     print(json.dumps(rows))
 
 
-def open_demo() -> MapleModel:
-    return open_maple(open_checkpoint(DEMO_FOLDER))
+def open_demo() -> OwnModel:
+    return open_own(open_checkpoint(DEMO_FOLDER))
 
 
-def position_bytes(model: MapleModel, options: dict[str, Any]) -> dict[str, int]:
+def position_bytes(model: OwnModel, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of one token in one layer of either kind: by the formula, and what a block of the core takes a token."""
     engine = CpuEngine(model, EngineOptions(**options, prefill_chunk=16, context=BLOCK_POSITIONS))
     state, sizes = engine.new_state(), {}
     assert state.cache is not None
     for kind, is_sliding in (("full", False), ("sliding", True)):
-        layers = [n for n, slides in enumerate(model.config.layer_is_sliding) if slides == is_sliding]
+        layers = [n for n, slides in enumerate(model.spec.layer_is_sliding) if slides == is_sliding]
         before, row = state.cache.nbytes, state.cache.nbytes_per_position(layers[0])
         state.cache.write(layers[0], 0, np.zeros((BLOCK_POSITIONS, row), np.uint8))
-        sizes[f"{kind}_bytes"] = kv_position_nbytes(model.config, engine.kv_format, is_sliding=is_sliding)
+        sizes[f"{kind}_bytes"] = kv_position_nbytes(model.spec, engine.kv_format, is_sliding=is_sliding)
         sizes[f"{kind}_measured_bytes"] = (state.cache.nbytes - before) // BLOCK_POSITIONS
     engine.close()
     return sizes
 
 
-def read(model: MapleModel, token_ids: list[int], options: dict[str, Any]) -> Any:
+def read(model: OwnModel, token_ids: list[int], options: dict[str, Any]) -> Any:
     """Return log-probabilities [T, V] after each token, float64."""
     engine = CpuEngine(model, EngineOptions(**options, activation_bytes=3))
     logits = engine.logits(engine.new_state(), token_ids).astype(np.float64)
@@ -114,16 +115,16 @@ def read(model: MapleModel, token_ids: list[int], options: dict[str, Any]) -> An
 
 
 def golden_error(options: dict[str, Any]) -> float:
-    model = open_maple(open_checkpoint(TESTS / "golden" / "mlx-2bit"))
+    model = open_own(open_checkpoint(TESTS / "golden" / "mlx-2bit"))
     engine = CpuEngine(model, EngineOptions(**options, activation_bytes=3))
     found = engine.logits(engine.new_state(), np.load(TESTS / "golden" / "ids60.npy").tolist())
     engine.close()
     return float(np.abs(found - np.load(TESTS / "golden" / "logits_60.npy")).mean())
 
 
-def speed(model: MapleModel, depth: int, options: dict[str, Any]) -> float:
+def speed(model: OwnModel, depth: int, options: dict[str, Any]) -> float:
     """Decoded tokens a second after `depth` tokens."""
-    config = model.config
+    config = model.spec
     engine = CpuEngine(model, EngineOptions(**options, context=depth + SOURCE_TOKENS))
     ids = np.random.default_rng(0).integers(0, min(1000, config.vocab_size), SOURCE_TOKENS).tolist()
     source, state = engine.new_state(), engine.new_state()

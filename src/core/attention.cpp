@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "decoder.h"
-#include "rope.h"
 
 namespace spile {
 namespace {
@@ -14,21 +13,6 @@ namespace {
 constexpr float kLargestScored = 1e16f;
 
 }  // namespace
-
-void Decoder::prepare_rope(int64_t position) {
-  const int half = config_.rope_dims / 2;
-  const double log_theta = log_double(config_.rope_theta);
-  for (int i = 0; i < half; ++i) {
-    const double frequency = exp_double(-2.0 * i / config_.rope_dims * log_theta);
-    for (int t = 0; t < T_; ++t) {
-      double sine, cosine;
-      sin_cos(static_cast<double>(position + t) * frequency, &sine, &cosine);
-      float* row = rope_.data() + static_cast<size_t>(t) * static_cast<size_t>(config_.rope_dims);
-      row[i] = static_cast<float>(cosine);
-      row[half + i] = static_cast<float>(sine);
-    }
-  }
-}
 
 void Decoder::rotate(float* head, int t) const {
   const int half = config_.rope_dims / 2;
@@ -155,9 +139,8 @@ void Decoder::attend(KvCache& cache, int layer) {
   const auto& c = config_;
   const LayerWeights& w = layers[static_cast<size_t>(layer)];
   const size_t D = static_cast<size_t>(c.hidden_size);
-  const bool sliding = c.sliding[static_cast<size_t>(layer)];
+  const bool rotates = c.rotates[static_cast<size_t>(layer)];
   cache.reserve(layer, cache.position + T_);
-  if (layer == 0) prepare_rope(cache.position);
   normalise_and_fix(w.input_norm, Stage::kAttention, layer);
 
   std::vector<const Fixed*> x(static_cast<size_t>(T_));
@@ -197,7 +180,7 @@ void Decoder::attend(KvCache& cache, int layer) {
     for (int h = 0; h < c.num_heads; ++h) {
       float* head = q[at] + static_cast<size_t>(h) * head_dim;
       check(kernels_->rmsnorm(head, w.q_norm, head_dim, c.rms_norm_eps, head), Stage::kAttention, layer);
-      if (sliding) rotate(head, t);
+      if (rotates) rotate(head, t);
       for (size_t i = 0; i < head_dim; ++i) head[i] = head[i] * scale;
       if (rotation > 1) kernels_->rotate_head(head, c.head_dim, rotation, q_factor);
       check(kernels_->largest(head, head_dim) <= kLargestScored, Stage::kAttention, layer);
@@ -207,7 +190,7 @@ void Decoder::attend(KvCache& cache, int layer) {
     for (int h = 0; h < c.num_kv_heads; ++h) {
       float* key = k[at] + static_cast<size_t>(h) * head_dim;
       check(kernels_->rmsnorm(key, w.k_norm, head_dim, c.rms_norm_eps, key), Stage::kAttention, layer);
-      if (sliding) rotate(key, t);
+      if (rotates) rotate(key, t);
       if (rotation > 1) kernels_->rotate_head(key, c.head_dim, rotation, k_factor);
       check(kernels_->largest(key, head_dim) <= kLargestScored, Stage::kAttention, layer);
       uint8_t* block = cache.head(layer, position / kBlockPositions, h);

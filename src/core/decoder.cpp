@@ -72,8 +72,9 @@ void Decoder::check_rows(float* const* y, int T, size_t row, size_t end, Stage s
   for (int t = 0; t < T; ++t) check(kernels_->largest(y[t] + row, end - row) <= FLT_MAX, stage, layer, item);
 }
 
-void Decoder::begin(const Affine4& table, const int64_t* rows, int T) {
+void Decoder::begin(const Affine4& table, const int64_t* rows, int T, const float* rope) {
   T_ = T;
+  std::copy(rope, rope + static_cast<size_t>(T) * static_cast<size_t>(config_.rope_dims), rope_.begin());
   fault_ = kNoFault;
   const size_t D = static_cast<size_t>(config_.hidden_size);
   pool_.run(T, [&](int t, int) {
@@ -126,7 +127,7 @@ void Decoder::dense(int layer) {
   });
   pool_.run(T_, [&](int t, int) {
     const size_t at = static_cast<size_t>(t);
-    kernels_->swiglu(gate[at], up[at], wide, false, gate[at]);
+    kernels_->swiglu(gate[at], up[at], wide, c.dense_limit, gate[at]);
     attended_fixed_[at] = kernels_->fix(gate[at], wide, c.activation_bytes, Layout::kTernary,
                                         dense_planes_.data() + at * stride, nullptr);
     check(attended_fixed_[at].is_finite(), Stage::kDense, layer);  // without clamps nothing hid before

@@ -1,4 +1,4 @@
-// Maple's forward pass, a layer at a time, over weights that lie wherever their addresses say.
+// A decoder's forward pass, a layer at a time, over weights that lie wherever their addresses say.
 //
 // The caller walks the layers: begin, then per layer attend and either dense, or route -> experts (each routed expert once, in
 // any grouping; for one token in any order, for a chunk in ascending order) -> combine; at the end finish, and head for each
@@ -33,11 +33,13 @@ struct DecoderConfig {
   int hidden_size, num_layers, num_heads, num_kv_heads, head_dim, num_experts, num_chosen, expert_size, dense_size;
   int rope_dims, vocab_size, window;
   float rms_norm_eps;
-  double rope_theta;
+  float expert_limit, dense_limit;  // that clamp what a GLU multiplies; 0: none
+  bool renormalise;                 // the chosen experts' probabilities are divided by their sum + router_eps
+  float router_eps;
   KvBits full_bits, ring_bits;  // of growing and of sliding layers
   int max_chunk;
   int activation_bytes;  // 2, or 3 to force the third byte everywhere
-  std::vector<bool> sliding;
+  std::vector<bool> sliding, rotates;  // of each layer: it sees a window alone, RoPE turns its heads
 };
 
 struct Linear {
@@ -77,8 +79,9 @@ class Decoder {
   ThreadPool& threads() { return pool_; }
   CacheShape cache_shape() const;
 
-  // h = the embedding rows `rows[0 .. T)` of a 4-bit table.
-  void begin(const Affine4& table, const int64_t* rows, int T);
+  // h = the embedding rows `rows[0 .. T)` of a 4-bit table; `rope` [T, rope_dims] holds the cosines and then the sines by which
+  // each token's heads are turned.
+  void begin(const Affine4& table, const int64_t* rows, int T, const float* rope);
   // Attention of the chunk's tokens at positions cache.position + t; their keys and values are stored. h is updated.
   void attend(KvCache& cache, int layer);
   void dense(int layer);
@@ -118,7 +121,6 @@ class Decoder {
   void check_rows(float* const* y, int T, size_t row, size_t end, Stage stage, int layer, int item = 0);
   void expert_batch(int layer, const Task* tasks, int num);
   void add_outputs(const Task* tasks, int num);
-  void prepare_rope(int64_t position);
   void rotate(float* head, int t) const;
   void attend_one(const KvCache& cache, int layer);
   void attend_many(const KvCache& cache, int layer);

@@ -46,8 +46,9 @@ const std::vector<int32_t>& Decoder::route(int layer, const uint8_t* allowed) {
       y[t][best] = -1.0f;
       total = total + weight[i];
     }
-    total = total + 1e-20f;
-    for (size_t i = 0; i < K; ++i) weight[i] = weight[i] / total;
+    total = total + c.router_eps;
+    if (c.renormalise)
+      for (size_t i = 0; i < K; ++i) weight[i] = weight[i] / total;
     for (size_t i = 1; i < K; ++i)  // ascending id
       for (size_t j = i; j > 0 && chosen[j] < chosen[j - 1]; --j) {
         std::swap(chosen[j], chosen[j - 1]);
@@ -151,7 +152,7 @@ void Decoder::expert_batch(int layer, const Task* tasks, int num) {
   });
   pool_.run(static_cast<int>(x.size()), [&](int i, int) {
     const size_t at = static_cast<size_t>(i);
-    kernels_->swiglu(gate[at], up[at], F, true, gate[at]);
+    kernels_->swiglu(gate[at], up[at], F, c.expert_limit, gate[at]);
     pair_fixed_[at] = kernels_->fix(gate[at], F, c.activation_bytes, Layout::kTernary, pair_planes_.data() + at * stride,
                                     nullptr);
   });

@@ -80,7 +80,7 @@ struct Kernels {
   // Returns whether the sum of the squares is finite. It is not where an x is not, nor where one is so large that y would be 0.
   bool (*rmsnorm)(const float* x, const uint16_t* weight, size_t n, float eps, float* y);
   void (*softmax)(float* x, size_t n);
-  void (*swiglu)(const float* gate, const float* up, size_t n, bool clamp, float* y);
+  void (*swiglu)(const float* gate, const float* up, size_t n, float limit, float* y);  // 0: no limit
   void (*add_scaled)(float* y, const float* x, float weight, size_t n);  // y += weight * x
 
   // Partial attention of rows [row, row + num) over one KV head's block: per row the largest score, the sum of exponentials

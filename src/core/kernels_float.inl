@@ -47,12 +47,12 @@ static void softmax(float* x, size_t n) {
   for (size_t i = 0; i < n; ++i) x[i] = x[i] / s;
 }
 
-static void swiglu(const float* gate, const float* up, size_t n, bool clamp, float* y) {  // n is a multiple of 16
+static void swiglu(const float* gate, const float* up, size_t n, float limit, float* y) {  // n is a multiple of 16
   for (size_t i = 0; i < n; i += 16) {
     F16 g = load(gate + i), u = load(up + i);
-    if (clamp) {
-      g = lower(g, splat(7.0f));
-      u = higher(lower(u, splat(7.0f)), splat(-7.0f));
+    if (limit > 0.0f) {
+      g = lower(g, splat(limit));
+      u = higher(lower(u, splat(limit)), splat(-limit));
     }
     store(y + i, g / (splat(1.0f) + exp16(zero() - g)) * u);
   }

@@ -56,12 +56,16 @@ DecoderConfig config_from(const nb::dict& d) {
   c.vocab_size = integer("vocab_size");
   c.window = integer("window");
   c.rms_norm_eps = nb::cast<float>(d["rms_norm_eps"]);
-  c.rope_theta = nb::cast<double>(d["rope_theta"]);
+  c.expert_limit = nb::cast<float>(d["expert_limit"]);
+  c.dense_limit = nb::cast<float>(d["dense_limit"]);
+  c.renormalise = nb::cast<bool>(d["renormalise"]);
+  c.router_eps = nb::cast<float>(d["router_eps"]);
   c.full_bits = {integer("key_bits"), integer("value_bits")};
   c.ring_bits = {integer("ring_key_bits"), integer("ring_value_bits")};
   c.max_chunk = integer("max_chunk");
   c.activation_bytes = integer("activation_bytes");
   c.sliding = nb::cast<std::vector<bool>>(d["sliding"]);
+  c.rotates = nb::cast<std::vector<bool>>(d["rotates"]);
   return c;
 }
 
@@ -280,10 +284,13 @@ NB_MODULE(_core, m) {
       .def("set_final_norm", [](Decoder& self, uint64_t address) { self.final_norm = at<uint16_t>(address); })
       .def("new_cache", [](const Decoder& self) { return new KvCache(self.cache_shape()); }, nb::rv_policy::take_ownership)
       .def("begin",
-           [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, Array<const int64_t, 1> rows) {
+           [](Decoder& self, uint64_t codes, uint64_t scales, uint64_t biases, Array<const int64_t, 1> rows,
+              Array<const float, 2> rope) {
+             if (rope.shape(0) != rows.shape(0) || static_cast<int>(rope.shape(1)) != self.config().rope_dims)
+               throw nb::value_error("rope must be [tokens, rope_dims]");
              const Affine4 table = {at<uint8_t>(codes), at<uint16_t>(scales), at<uint16_t>(biases),
                                     static_cast<size_t>(self.config().hidden_size)};
-             self.begin(table, rows.data(), static_cast<int>(rows.shape(0)));
+             self.begin(table, rows.data(), static_cast<int>(rows.shape(0)), rope.data());
            },
            NoGil())
       .def("attend", &Decoder::attend, NoGil())

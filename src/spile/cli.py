@@ -109,13 +109,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def main() -> int:
-    """Run the command line of this process, as `python -m spile` does."""
-    from spile.__main__ import main as guarded
-
-    return guarded()
-
-
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out: for an object, a mapping, or a library that was to be loaded."""
     return (

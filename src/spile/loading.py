@@ -25,11 +25,11 @@ from spile.text.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.engines.base import Engine
     from spile.options import EngineOptions
 
-AnyModel: TypeAlias = "MapleModel | ForeignModel"
+AnyModel: TypeAlias = "OwnModel | ForeignModel"
 
 _LARGEST_CONVERTED_NBYTES = 64_000_000  # a bf16 source this small, once packed, is converted on the fly
 _PACKED_PART = 0.3  # of bf16: 4-bit tables with their scales take 0.28, ternary rows 0.13
@@ -83,9 +83,10 @@ def load(
         TextError: a damaged tokenizer_config.json, or a template file that is missing or damaged.
     """
     from spile.architectures import open_model
-    from spile.architectures.maple import Form, MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.files.checkpoint import open_checkpoint
     from spile.files.hub import resolve
+    from spile.making.convert import is_source
 
     for name, value in (("source", source), ("chat_template", chat_template), ("prompt_cache", prompt_cache)):
         if value is not None and not isinstance(value, (str, Path)):
@@ -128,14 +129,14 @@ def load(
             renderer.start()  # to be ready when the rest is
         checkpoint = open_checkpoint(folder)
         opened = open_model(checkpoint)
-        options.check_context(opened.config.max_position_embeddings)
-        _check_engine(opened, options)
+        options.check_context(opened.spec.max_position_embeddings)
         for note in checkpoint.notes:
             tell(note)
-        if isinstance(opened, MapleModel):
-            options.check_experts(opened.config.num_experts, opened.config.num_experts_per_tok)
-            if opened.form is Form.BF16:
+        if isinstance(opened, OwnModel):
+            options.check_experts(opened.spec.num_experts, opened.spec.num_experts_per_tok)
+            if is_source(opened):
                 opened = _convert(opened, cleanup, tell)
+        _check_engine(opened, options)
         tokenizer = open_tokenizer(folder, sidecar, config=checkpoint.config, keep=budget_bytes is None)
         prompts = _prompts(opened, options, prompt_cache, prompt_cache_limit, tell)
         return Model(
@@ -144,7 +145,7 @@ def load(
             sidecar=sidecar,
             tokenizer=tokenizer,
             plan_context=lambda: _plan_context(opened, options),
-            vocab_size=opened.config.vocab_size,
+            vocab_size=opened.spec.vocab_size,
             folder=folder,
             memory_bytes=budget_bytes,
             prompts=prompts,
@@ -197,29 +198,29 @@ def _open_engine(opened: AnyModel, options: EngineOptions) -> Engine:
 
 
 def _plan_context(opened: AnyModel, options: EngineOptions) -> int:
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.engines import choose_engine
     from spile.residency.experts import ExpertTable
     from spile.residency.plan import make_plan
 
     if choose_engine(opened, options) == "mlx":  # which plans with the model at hand, and checks again
-        return options.context or opened.config.max_position_embeddings
-    assert isinstance(opened, MapleModel), "the cpu engine was chosen"
+        return options.context or opened.spec.max_position_embeddings
+    assert isinstance(opened, OwnModel), "the cpu engine was chosen"
     import spile.engines.cpu.engine  # noqa: F401  (what it takes is in the plan that it makes itself)
 
     return make_plan(opened, ExpertTable(opened), options).context
 
 
-def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
+def _convert(source: OwnModel, cleanup: ExitStack, tell: OnNote) -> OwnModel:
     """Convert a small bf16 source into a temporary folder, which goes when `cleanup` closes; refuse a large
     one.
     """
-    from spile.architectures.maple import open_maple
+    from spile.architectures import open_own
     from spile.files.checkpoint import open_checkpoint
     from spile.making.convert import convert_folder
 
-    folder = maple.checkpoint.folder
-    packed_nbytes = int(_PACKED_PART * sum(tensor.nbytes for tensor in maple.checkpoint.tensors.values()))
+    folder = source.checkpoint.folder
+    packed_nbytes = int(_PACKED_PART * sum(tensor.nbytes for tensor in source.checkpoint.tensors.values()))
     if packed_nbytes >= _LARGEST_CONVERTED_NBYTES:
         raise UnsupportedModelError(
             f"{folder} holds the bf16 weights of training, and spile runs them packed to 2 bits",
@@ -230,4 +231,4 @@ def _convert(maple: MapleModel, cleanup: ExitStack, tell: OnNote) -> MapleModel:
     temporary = cleanup.enter_context(TemporaryDirectory(prefix="spile-"))
     packed = Path(temporary) / "model"
     convert_folder(folder, packed)
-    return open_maple(open_checkpoint(packed))
+    return open_own(open_checkpoint(packed))

@@ -35,7 +35,7 @@ from spile.verify_row import Configuration, Row, Task, run
 
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
 
 ENGINES = ("auto", "cpu", "mlx", "both")
 TEXT = (
@@ -177,11 +177,11 @@ def verify(
         ReadError, WriteError: see `digests.check_files`.
     """
     from spile.architectures import open_model
-    from spile.architectures.maple import Form, MapleModel
     from spile.engines import choose_engine
     from spile.files.checkpoint import open_checkpoint
     from spile.files.digests import check_files
     from spile.files.hub import resolve
+    from spile.making.convert import is_source
     from spile.options import EngineOptions
     from spile.residency.kv import asked_format
 
@@ -192,7 +192,7 @@ def verify(
             raise OptionError(f"{name} must be at least 1, not {number}")
     folder = resolve(source, offline=offline)
     model = open_model(open_checkpoint(folder))
-    if isinstance(model, MapleModel) and model.form is Form.BF16:
+    if is_source(model):
         raise UnsupportedModelError(
             f"{folder} is a bf16 source, which is not run as it is",
             "Turn it into a 2-bit folder with spile convert.",
@@ -206,7 +206,7 @@ def verify(
     num_experts, expert_nbytes, window = _sizes(model)
     small = expert_nbytes < SMALL_EXPERT_NBYTES
 
-    room = model.config.max_position_embeddings - decoded
+    room = model.spec.max_position_embeddings - decoded
     if tokens is None:
         # On MLX's CPU backend a token of a large model takes a minute.
         large = LARGE_MODEL_TOKENS if engines == ("cpu",) else LARGE_MODEL_HASHED
@@ -215,9 +215,9 @@ def verify(
     if tokens > room or room < 1:
         raise OptionError(
             f"{tokens} tokens and {decoded} decoded ones do not fit the model's context of "
-            f"{model.config.max_position_embeddings}"
+            f"{model.spec.max_position_embeddings}"
         )
-    ids, text = _fixed_ids(folder, model.checkpoint.config, model.config.vocab_size, tokens)
+    ids, text = _fixed_ids(folder, model.checkpoint.config, model.spec.vocab_size, tokens)
 
     num_hashed = tokens if small else min(tokens, LARGE_MODEL_HASHED)
     configurations: list[Configuration] = []
@@ -226,12 +226,10 @@ def verify(
             configurations += _listed_configurations(name, memories, threads, chunks)
         elif name == "cpu":
             configurations += _default_configurations(
-                num_experts, expert_nbytes, small, model.config.num_experts_per_tok
+                num_experts, expert_nbytes, small, model.spec.num_experts_per_tok
             )
         else:
-            configurations += _mlx_configurations(
-                num_experts, expert_nbytes, model.config.num_experts_per_tok
-            )
+            configurations += _mlx_configurations(num_experts, expert_nbytes, model.spec.num_experts_per_tok)
 
     stamps = _stamps(model.checkpoint.shards)
     check = None
@@ -269,7 +267,7 @@ def verify(
             firsts = [next(each for each in configurations if each.engine == name) for name in engines]
             kept = {each: Path(temporary) / str(n) for n, each in enumerate([*precise, *firsts])}
         if all(add(each, kept.get(each)) for each in configurations) and kept:
-            agreements = tuple(compare(kept, model.config.vocab_size))
+            agreements = tuple(compare(kept, model.spec.vocab_size))
     return Report(
         model=str(source) if source is not None else "the demo model",
         text=text,
@@ -286,19 +284,19 @@ def verify(
     )
 
 
-def _sizes(model: MapleModel | ForeignModel) -> tuple[int, int, int]:
+def _sizes(model: OwnModel | ForeignModel) -> tuple[int, int, int]:
     """Return how many experts a model has, their bytes, and its window. Of a foreign model spile knows none of
     them: a few experts for each that is chosen, and the bytes of all its files, are close enough to choose rows by.
     """
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.residency.experts import ExpertTable
 
-    if not isinstance(model, MapleModel):
+    if not isinstance(model, OwnModel):
         nbytes = sum(os.stat(path).st_size for path in model.checkpoint.shards)
-        return 8 * max(1, model.config.num_experts_per_tok), nbytes, 128
+        return 8 * max(1, model.spec.num_experts_per_tok), nbytes, 128
     table = ExpertTable(model)
     num_experts = sum(table.is_moe(layer) for layer in range(table.num_layers)) * table.num_experts
-    return num_experts, num_experts * table.expert_nbytes, model.config.sliding_window or 128
+    return num_experts, num_experts * table.expert_nbytes, model.spec.sliding_window or 128
 
 
 def heading() -> str:

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from spile.architectures.maple import open_maple
+from spile.architectures import open_own
+from spile.architectures.spec import Experts, Weight
+from spile.engines.cpu.decoder import rope_of
+from spile.engines.cpu.rope import RopeTable
 from spile.files.checkpoint import open_checkpoint
 from spile.making.synth import SynthShape, write_checkpoint
 from spile.options import EngineOptions
@@ -51,32 +54,37 @@ def write_dump(
     activation_bytes: int = 2,
 ) -> None:
     """Write the dump of a model with row alphas or group scales."""
-    model = open_maple(open_checkpoint(folder))
-    config, checkpoint = model.config, model.checkpoint
-    kv = kv_format(config, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
+    model = open_own(open_checkpoint(folder))
+    spec, checkpoint = model.spec, model.checkpoint
+    experts, rope = spec.first_experts, rope_of(spec)
+    assert experts is not None
+    assert rope is not None
+    kv = kv_format(spec, EngineOptions(kv_bits=kv_bits, kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits))
     header = struct.pack(
-        "<8s18if4xd",
-        b"SPILEFW2",
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        config.num_experts,
-        config.num_experts_per_tok,
-        config.moe_intermediate_size,
-        config.intermediate_size,
-        config.rope_dims,
-        config.vocab_size,
-        config.sliding_window,
+        "<8s18i4f",
+        b"SPILEFW3",
+        spec.hidden_size,
+        spec.num_hidden_layers,
+        spec.num_attention_heads,
+        spec.num_key_value_heads,
+        spec.head_dim,
+        spec.num_experts,
+        spec.num_experts_per_tok,
+        spec.moe_intermediate_size,
+        spec.intermediate_size,
+        rope.dims,
+        spec.vocab_size,
+        spec.sliding_window,
         kv.key_bits,
         kv.value_bits,
         kv.ring.key_bits,
         kv.ring.value_bits,
         activation_bytes,
-        config.first_k_dense_replace,
-        config.rms_norm_eps,
-        config.rope_theta,
+        spec.num_hidden_layers - spec.num_moe_layers,  # the first ones
+        spec.rms_norm_eps,
+        experts.glu.limit,
+        spec.first_dense.limit if spec.first_dense else 0.0,
+        experts.router.renormalise_eps,
     )
 
     with path.open("wb") as file:
@@ -88,37 +96,31 @@ def write_dump(
         def tensor(name: str) -> None:
             blob(checkpoint.read(name))
 
-        def linear(prefix: str) -> None:
-            tensor(f"{prefix}.weight")
-            name = f"{prefix}.row_alpha"  # unchecked, where it lies in the file
-            blob(
-                model.checkpoint.read(name)
-                if name in model.checkpoint.tensors
-                else read_row_alpha(model, prefix)
-            )
+        def linear(weight: Weight) -> None:
+            tensor(f"{weight.name}.weight")
+            name = f"{weight.name}.row_alpha"  # unchecked, where it lies in the file
+            blob(checkpoint.read(name) if name in checkpoint.tensors else read_row_alpha(model, weight))
 
-        file.write(header + bytes(config.layer_is_sliding))
-        for part in ("weight", "scales", "biases"):
-            tensor(f"{model.embedding_name}.{part}")
-        for layer in range(config.num_hidden_layers):
-            prefix = f"model.layers.{layer}"
-            for norm in (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "self_attn.q_norm",
-                "self_attn.k_norm",
-            ):
-                tensor(f"{prefix}.{norm}.weight")
-            for name in ("q", "k", "v", "o"):
-                linear(f"{prefix}.self_attn.{name}_proj")
-            if config.is_moe(layer):
-                tensor(f"{prefix}.mlp.gate.weight")
-            experts = ".switch_mlp" if config.is_moe(layer) else ""
-            for name in ("gate", "up", "down"):
-                linear(f"{prefix}.mlp{experts}.{name}_proj")
-        tensor("model.norm.weight")
-        for part in ("weight", "scales", "biases"):
-            tensor(f"lm_head.{part}")
+        file.write(header + bytes(spec.layer_is_sliding))
+        file.write(bytes(layer.attention.rope is not None for layer in spec.layers))
+        blob(RopeTable(rope).rows(0, len(token_ids)))
+        for each in spec.embedding.tensors():
+            tensor(each.name)
+        for layer in spec.layers:
+            attention, ffn = layer.attention, layer.ffn
+            assert attention.q_norm is not None
+            assert attention.k_norm is not None
+            for norm in (layer.input_norm, layer.post_norm, attention.q_norm, attention.k_norm):
+                tensor(f"{norm.name}.weight")
+            for weight in (attention.q, attention.k, attention.v, attention.o):
+                linear(weight)
+            if isinstance(ffn, Experts):
+                tensor(f"{ffn.router.weight.name}.weight")
+            for weight in (ffn.glu if isinstance(ffn, Experts) else ffn).weights():
+                linear(weight)
+        tensor(f"{spec.norm.name}.weight")
+        for each in spec.head.tensors():
+            tensor(each.name)
         blob(np.asarray(token_ids, np.int64))
 
 

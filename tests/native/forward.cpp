@@ -4,7 +4,8 @@
 //   forward --isas                          the instruction sets that this machine runs, one a line
 //   forward DUMP ISA THREADS CHUNK          FNV-1a 64 of the logits [T, V]
 //
-// The dump (tests/native/dump.py): the integers and numbers of `Header`, whether each layer is sliding, then blobs, each behind
+// The dump (tests/native/dump.py): the integers and numbers of `Header`, whether each layer is sliding
+// and whether RoPE turns its heads, then blobs, each behind
 // its length in bytes (uint64) and with no alignment, in the order in which `main` takes them. Little-endian.
 #include <cinttypes>
 #include <cstdio>
@@ -22,8 +23,7 @@ struct Header {
   char magic[8];
   int32_t hidden_size, num_layers, num_heads, num_kv_heads, head_dim, num_experts, num_chosen, expert_size, dense_size,
       rope_dims, vocab_size, window, key_bits, value_bits, ring_key_bits, ring_value_bits, activation_bytes, num_dense_layers;
-  float rms_norm_eps;
-  double rope_theta;
+  float rms_norm_eps, expert_limit, dense_limit, router_eps;
 };
 
 class Dump {
@@ -80,7 +80,7 @@ int main(int argc, char** argv) {
   Dump dump(argv[1]);
   Header h;
   dump.take(&h, sizeof h);
-  if (std::memcmp(h.magic, "SPILEFW2", 8) != 0) {
+  if (std::memcmp(h.magic, "SPILEFW3", 8) != 0) {
     std::fprintf(stderr, "%s is no dump\n", argv[1]);
     return 1;
   }
@@ -98,16 +98,24 @@ int main(int argc, char** argv) {
   c.vocab_size = h.vocab_size;
   c.window = h.window;
   c.rms_norm_eps = h.rms_norm_eps;
-  c.rope_theta = h.rope_theta;
+  c.expert_limit = h.expert_limit;
+  c.dense_limit = h.dense_limit;
+  c.renormalise = true;
+  c.router_eps = h.router_eps;
   c.full_bits = {h.key_bits, h.value_bits};
   c.ring_bits = {h.ring_key_bits, h.ring_value_bits};
   c.max_chunk = chunk;
   c.activation_bytes = h.activation_bytes;
-  for (int layer = 0; layer < h.num_layers; ++layer) {
-    uint8_t sliding = 0;
-    dump.take(&sliding, 1);
-    c.sliding.push_back(sliding != 0);
-  }
+  for (auto* flags : {&c.sliding, &c.rotates})
+    for (int layer = 0; layer < h.num_layers; ++layer) {
+      uint8_t flag = 0;
+      dump.take(&flag, 1);
+      flags->push_back(flag != 0);
+    }
+  uint64_t rope_nbytes = 0;
+  const uint8_t* rope_at = dump.blob(&rope_nbytes);
+  std::vector<float> rope(rope_nbytes / sizeof(float));
+  std::memcpy(rope.data(), rope_at, rope_nbytes);
 
   const auto affine = [&] {
     Affine4 table{};
@@ -163,7 +171,7 @@ int main(int argc, char** argv) {
   const size_t part = static_cast<size_t>(h.expert_size) * static_cast<size_t>(h.hidden_size) / 4;
   for (int start = 0; start < total; start += chunk) {
     const int T = total - start < chunk ? total - start : chunk;
-    decoder.begin(embeddings, ids.data() + start, T);
+    decoder.begin(embeddings, ids.data() + start, T, rope.data() + static_cast<size_t>(start) * static_cast<size_t>(h.rope_dims));
     for (int layer = 0; layer < h.num_layers; ++layer) {
       const size_t l = static_cast<size_t>(layer);
       decoder.attend(cache, layer);

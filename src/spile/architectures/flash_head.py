@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import TABLE_BITS, TABLE_GROUP
+from spile.architectures.reading import check_tensor
+from spile.architectures.spec import AFFINE4, Expected
 from spile.errors import CheckpointError, UnsupportedModelError, quote
 from spile.files.checkpoint import FLASH_HEAD_NAME, Checkpoint, Tensor, read_into
 from spile.files.safetensors import read_header
@@ -95,7 +96,7 @@ def open_flash_head(checkpoint: Checkpoint, *, vocab_size: int, hidden_size: int
         raise CheckpointError(
             f"config.json of {checkpoint.folder}: flash_head is {quote(block)}, expected an object", _HINT
         )
-    for key, fixed in (("bits", TABLE_BITS), ("group_size", TABLE_GROUP), ("scaled_centroids", True)):
+    for key, fixed in (("bits", AFFINE4.bits), ("group_size", AFFINE4.group), ("scaled_centroids", True)):
         value = block.get(key, fixed)
         if type(value) is not type(fixed) or value != fixed:
             raise UnsupportedModelError(
@@ -105,7 +106,7 @@ def open_flash_head(checkpoint: Checkpoint, *, vocab_size: int, hidden_size: int
     cluster_size = _count(block, "cluster_size", vocab_size)
     num_probes = _count(block, "n_probes", num_clusters)
     centroids = _table(tensors, f"{_PREFIX}.centroids", num_clusters, hidden_size)
-    token_map = _tensor(tensors, f"{_PREFIX}.token_map", "I32", (num_clusters, cluster_size))
+    token_map = _tensor(tensors, Expected(f"{_PREFIX}.token_map", "I32", (num_clusters, cluster_size)))
     has_rows = f"{_PREFIX}.head.weight" in tensors
     rows = _table(tensors, f"{_PREFIX}.head", num_clusters * cluster_size, hidden_size) if has_rows else None
     return FlashHead(
@@ -135,26 +136,12 @@ def _find(checkpoint: Checkpoint) -> tuple[tuple[Path, ...], Mapping[str, Tensor
 def _table(
     tensors: Mapping[str, Tensor], prefix: str, rows: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = width // TABLE_GROUP
-    return (
-        _tensor(tensors, f"{prefix}.weight", "U32", (rows, width * TABLE_BITS // 32)),
-        _tensor(tensors, f"{prefix}.scales", "BF16", (rows, groups)),
-        _tensor(tensors, f"{prefix}.biases", "BF16", (rows, groups)),
-    )
+    codes, scales, biases = (_tensor(tensors, each) for each in AFFINE4.tensors(prefix, (rows, width)))
+    return codes, scales, biases
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = tensors.get(name)
-    wanted = f"{dtype} {list(shape)}"
-    if tensor is None:
-        raise CheckpointError(f"tensor {name} is missing: config.json's flash_head asks for {wanted}", _HINT)
-    if (tensor.dtype, tensor.shape) != (dtype, shape):
-        raise CheckpointError(
-            f"tensor {name}: expected {wanted} from config.json's flash_head, "
-            f"found {tensor.dtype} {list(tensor.shape)}",
-            _HINT,
-        )
-    return tensor
+def _tensor(tensors: Mapping[str, Tensor], expected: Expected) -> Tensor:
+    return check_tensor(tensors, expected, "config.json's flash_head", _HINT)
 
 
 def _count(block: Mapping[str, Any], key: str, largest: int) -> int:

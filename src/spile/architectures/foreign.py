@@ -36,8 +36,8 @@ DEFAULT_CONTEXT = 32_768  # of a config that names none
 
 
 @dataclass(frozen=True)
-class ForeignConfig:
-    """What spile has to know of a config before a model is built."""
+class ForeignSpec:
+    """What spile has to know of a model before it is built."""
 
     vocab_size: int
     max_position_embeddings: int
@@ -49,7 +49,7 @@ class ForeignModel:
     """A checkpoint of an architecture that the mlx engine alone runs."""
 
     checkpoint: Checkpoint
-    config: ForeignConfig
+    spec: ForeignSpec
 
 
 @cache
@@ -87,10 +87,8 @@ def open_foreign(checkpoint: Checkpoint) -> ForeignModel:
         if len(set(rows)) != 1:
             raise CheckpointError(f"config.json of {checkpoint.folder} names no vocab_size")
         vocab_size = rows[0]
-    config = ForeignConfig(
-        vocab_size, _number(raw, _CONTEXT) or DEFAULT_CONTEXT, _number(raw, CHOSEN_NAMES) or 0
-    )
-    return ForeignModel(checkpoint, config)
+    spec = ForeignSpec(vocab_size, _number(raw, _CONTEXT) or DEFAULT_CONTEXT, _number(raw, CHOSEN_NAMES) or 0)
+    return ForeignModel(checkpoint, spec)
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -35,7 +35,7 @@ from spile.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.bench import Recorded
     from spile.console.terminal import Stdout
     from spile.model import Model
@@ -82,9 +82,11 @@ def plan(
 ) -> None:
     """Say whether a model fits a budget, where each byte goes, and how fast it will be."""
     source = one_of("MODEL", model_argument, "--model", model)
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.foreign import foreign_types
+    from spile.architectures.spec import OwnModel
     from spile.commands.plan_text import plan_dict, plan_lines
-    from spile.console.terminal import Stdout
+    from spile.console.terminal import Stdout, note
+    from spile.engines import why_not_cpu
     from spile.options import EngineOptions
     from spile.residency.budgets import look_at_budgets
     from spile.residency.experts import ExpertTable
@@ -98,27 +100,30 @@ def plan(
         kv_v_bits=kv_v_bits, kv_ring_bits=kv_ring_bits, flash_moe=flash_moe, active_experts=active_experts,
         shared_experts=shared_experts, sequences=sequences,
     )  # fmt: skip
-    with _opened_any(source, offline) as (maple, files):
-        options.check_context(maple.config.max_position_embeddings)
-        if not isinstance(maple, MapleModel):
-            _plan_foreign(stdout, source, maple, options, json)
+    with _opened_any(source, offline) as (own, files):
+        options.check_context(own.spec.max_position_embeddings)
+        why = why_not_cpu(own)
+        if not isinstance(own, OwnModel) or (why is not None and foreign_types()):
+            _plan_mlx(stdout, source, own, options, json)
             return
-        options.check_experts(maple.config.num_experts, maple.config.num_experts_per_tok)
-        routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, maple)
-        if _load_text(files.folder):
+        if why is not None:
+            note(f"{why}; this is what a pool of its experts would take")
+        options.check_experts(own.spec.num_experts, own.spec.num_experts_per_tok)
+        routing = USUAL_ROUTING if trace_file is None else _routing(trace_file, own)
+        if why is None and _load_text(files.folder):
             options = replace(options, reserved_bytes=reserved_nbytes(options.memory_bytes))
         now = memory_now()
-        made = make_plan(maple, ExpertTable(maple), options, now)
-        measured = _probe(maple, made, options, files) if probe else None
-        expected = None if measured is None else forecast(maple, made, measured, routing)
-        outlook = look_at_budgets(maple, options, now, measured, routing)
-    name = source or str(maple.checkpoint.folder)
+        made = make_plan(own, ExpertTable(own), options, now)
+        measured = _probe(own, made, options, files) if probe and why is None else None
+        expected = None if measured is None else forecast(own, made, measured, routing)
+        outlook = look_at_budgets(own, options, now, measured, routing)
+    name = source or str(own.checkpoint.folder)
     if json:
         from spile.commands.generate import json_line
 
-        stdout.write(json_line(plan_dict(name, maple, made, expected, outlook, measured)))
+        stdout.write(json_line(plan_dict(name, own, made, expected, outlook, measured)))
         return
-    stdout.write("\n".join(plan_lines(name, maple, made, expected, outlook)) + "\n")
+    stdout.write("\n".join(plan_lines(name, own, made, expected, outlook)) + "\n")
 
 
 @bench.command(cls=HelpCommand, context_settings=HELP_FLAGS)
@@ -188,21 +193,25 @@ def _add_speeds(
     from spile.residency.plan import memory_now
     from spile.text.renderer import reserved_nbytes
 
-    with _opened(source, offline) as (maple, files):
+    with _opened(source, offline) as (own, files):
         hit_rates = {row["num_slots"]: row["spile"] for row in rows}
-        routing = routing_of(recorded.ids, recorded.num_experts, maple.config, str(file), hit_rates)
+        routing = routing_of(recorded.ids, recorded.num_experts, own.spec, str(file), hit_rates)
         options = EngineOptions(reserved_bytes=reserved_nbytes(None) if _load_text(files.folder) else 0)
-        now, table = memory_now(), ExpertTable(maple)
-        plans = [least_plan(maple, table, options, now, row["num_slots"]) for row in rows]
-        probe = _probe(maple, plans[0], options, files)
+        now, table = memory_now(), ExpertTable(own)
+        plans = [least_plan(own, table, options, now, row["num_slots"]) for row in rows]
+        probe = _probe(own, plans[0], options, files)
         for row, made in zip(rows, plans, strict=True):
-            expected = forecast(maple, made, probe, routing)
+            expected = forecast(own, made, probe, routing)
             row["memory_nbytes"] = made.budget_nbytes
             row["decode_cold"], row["decode_warm"] = expected.decode_cold, expected.decode_warm
 
 
-def _plan_foreign(
-    stdout: Stdout, source: str | None, foreign: ForeignModel, options: EngineOptions, json: bool
+def _plan_mlx(
+    stdout: Stdout,
+    source: str | None,
+    opened: OwnModel | ForeignModel,
+    options: EngineOptions,
+    json: bool,
 ) -> None:
     """Plan for the mlx engine. Nothing is foretold: what a GPU does with a model was never measured."""
     from spile.commands.plan_text import foreign_dict, foreign_lines
@@ -212,12 +221,12 @@ def _plan_foreign(
     from spile.engines.mlx.streaming import plan_checkpoint
 
     made = plan_checkpoint(
-        foreign.checkpoint,
+        opened.checkpoint,
         options,
-        longest=foreign.config.max_position_embeddings,
-        num_chosen=foreign.config.num_experts_per_tok,
+        longest=opened.spec.max_position_embeddings,
+        num_chosen=opened.spec.num_experts_per_tok,
     )
-    name = source or str(foreign.checkpoint.folder)
+    name = source or str(opened.checkpoint.folder)
     if json:
         from spile.commands.generate import json_line
 
@@ -227,38 +236,40 @@ def _plan_foreign(
 
 
 @contextmanager
-def _opened(source: str | None, offline: bool) -> Iterator[tuple[MapleModel, _Files]]:
-    """As `_opened_any`, for a Maple alone."""
-    from spile.architectures.maple import MapleModel
+def _opened(source: str | None, offline: bool) -> Iterator[tuple[OwnModel, _Files]]:
+    """As `_opened_any`, for what the cpu engine runs alone."""
+    from spile.architectures.spec import OwnModel
+    from spile.engines import why_not_cpu
 
     with _opened_any(source, offline) as (opened, files):
-        if not isinstance(opened, MapleModel):
+        why = why_not_cpu(opened)
+        if why is not None or not isinstance(opened, OwnModel):
             raise UnsupportedModelError(
-                f"{source or opened.checkpoint.folder} is no Maple: its speed is not foretold"
+                f"the speed of {source or opened.checkpoint.folder} is not foretold: {why}"
             )
         yield opened, files
 
 
 @contextmanager
-def _opened_any(source: str | None, offline: bool) -> Iterator[tuple[MapleModel | ForeignModel, _Files]]:
+def _opened_any(source: str | None, offline: bool) -> Iterator[tuple[OwnModel | ForeignModel, _Files]]:
     """Open a model by its headers alone; of a hub's model that is not here, only those are fetched."""
     from spile.architectures import open_model
-    from spile.architectures.maple import Form, MapleModel
     from spile.files.checkpoint import open_checkpoint
     from spile.files.hub import large_cached_file, resolve_headers
+    from spile.making.convert import is_source
 
     with TemporaryDirectory(prefix="spile-") as room:
         folder, is_whole = resolve_headers(source, Path(room), offline=offline)
-        maple = open_model(open_checkpoint(folder))
-        if isinstance(maple, MapleModel) and maple.form is Form.BF16:
+        own = open_model(open_checkpoint(folder))
+        if is_source(own):
             raise UnsupportedModelError(
                 f"{source or folder} holds bf16 weights: a plan is for the 2-bit form",
                 f"Convert them once: spile convert {source or folder} NEW_FOLDER",
             )
         other = None if is_whole else large_cached_file()
         if not is_whole:  # named as the user named it
-            maple = replace(maple, checkpoint=replace(maple.checkpoint, folder=Path(source or "")))
-        yield maple, _Files(folder, is_whole, [] if other is None else [other])
+            own = replace(own, checkpoint=replace(own.checkpoint, folder=Path(source or "")))
+        yield own, _Files(folder, is_whole, [] if other is None else [other])
 
 
 class _Files(NamedTuple):
@@ -269,7 +280,7 @@ class _Files(NamedTuple):
     others: list[Path]
 
 
-def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files) -> Probe:
+def _probe(own: OwnModel, made: Plan, options: EngineOptions, files: _Files) -> Probe:
     from spile.engines.cpu.probe import probe_machine
     from spile.generation.pace import Pace
     from spile.machine import physical_cores
@@ -284,13 +295,13 @@ def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files)
             decoder=None if tokenizer is None else tokenizer.decoder(),
         )
         probe = probe_machine(
-            maple.config,
-            ExpertTable(maple),
-            list(maple.checkpoint.shards) if files.are_own else files.others,
+            own.spec,
+            ExpertTable(own),
+            list(own.checkpoint.shards) if files.are_own else files.others,
             are_weights=files.are_own,
             threads=options.threads or physical_cores(),
-            chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= maple.config.max_position_embeddings)},
-            kv=kv_format(maple.config, options),
+            chunks={made.prefill_chunk, *(c for c in _CHUNKS if c <= own.spec.max_position_embeddings)},
+            kv=kv_format(own.spec, options),
             cached=not made.is_direct,
             fresh_nbytes=made.parts.experts,
             between=pace.step,
@@ -298,12 +309,12 @@ def _probe(maple: MapleModel, made: Plan, options: EngineOptions, files: _Files)
     return replace(probe, loop_seconds=pace.seconds)
 
 
-def _routing(path: Path, maple: MapleModel) -> Routing:
+def _routing(path: Path, own: OwnModel) -> Routing:
     from spile.bench import Recorded
     from spile.residency.forecast import routing_of
 
     recorded = Recorded.load(path)
-    return routing_of(recorded.ids, recorded.num_experts, maple.config, str(path))
+    return routing_of(recorded.ids, recorded.num_experts, own.spec, str(path))
 
 
 def _load_text(folder: Path) -> bool:

@@ -139,7 +139,9 @@ def _size(flag: str) -> Any:
 
 def synth(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
-    preset: Annotated[str, option("--preset", help="tiny or maple-20b (5.3 GB).")] = "tiny",
+    preset: Annotated[
+        str, option("--preset", help="tiny, maple-20b (5.3 GB) or qwen3-30b-a3b-4bit (17 GB).")
+    ] = "tiny",
     layers: Annotated[int | None, _size("--layers")] = None,
     width: Annotated[int | None, _size("--width")] = None,
     heads: Annotated[int | None, _size("--heads")] = None,

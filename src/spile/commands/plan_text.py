@@ -12,7 +12,7 @@ from spile.errors import clean
 from spile.sizes import format_size
 
 if TYPE_CHECKING:
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.engines.mlx.plan import MlxPlan
     from spile.residency.budgets import Outlook, Row
     from spile.residency.forecast import Forecast, Probe
@@ -44,15 +44,15 @@ def parts_lines(parts: Parts, budget_nbytes: int | None) -> list[str]:
 
 
 def plan_lines(
-    name: str, maple: MapleModel, made: Plan, expected: Forecast | None, outlook: Outlook
+    name: str, own: OwnModel, made: Plan, expected: Forecast | None, outlook: Outlook
 ) -> list[str]:
     """Say all that `spile plan` says."""
-    total = maple.config.num_routed_experts
+    total = own.spec.num_routed_experts
     lines = [clean(name), *parts_lines(made.parts, made.budget_nbytes)]
     if made.is_mapped:
         lines.append("everything fits: files are mapped and used in place")
     else:
-        streamed = 1 - made.num_head_rows / maple.config.vocab_size
+        streamed = 1 - made.num_head_rows / own.spec.vocab_size
         reads = "direct" if made.is_direct else "buffered"
         lines.append(
             f"fits: {made.num_slots:,} of {total:,} experts resident, {streamed:.0%} of the head streamed, "
@@ -95,7 +95,7 @@ def foreign_dict(name: str, made: MlxPlan) -> dict[str, Any]:
 
 
 def plan_dict(
-    name: str, maple: MapleModel, made: Plan, expected: Forecast | None, outlook: Outlook, probe: Probe | None
+    name: str, own: OwnModel, made: Plan, expected: Forecast | None, outlook: Outlook, probe: Probe | None
 ) -> dict[str, Any]:
     """Return what `spile plan --json` prints."""
     budget = made.budget_nbytes
@@ -104,7 +104,7 @@ def plan_dict(
         **asdict(made),
         "total_nbytes": made.parts.total,
         "left_nbytes": None if budget is None else budget - made.parts.total,
-        "num_experts": maple.config.num_routed_experts,
+        "num_experts": own.spec.num_routed_experts,
         "forecast": None if expected is None else _forecast_dict(expected),
         "probe": None if probe is None else _probe_dict(probe),
         "smallest": _row_dict(outlook.smallest),

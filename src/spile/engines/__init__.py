@@ -14,31 +14,45 @@ from spile.options import EngineOptions
 
 if TYPE_CHECKING:
     from spile.architectures.foreign import ForeignModel
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
     from spile.engines.base import Engine
 
 
-def choose_engine(model: MapleModel | ForeignModel, options: EngineOptions) -> str:
+def choose_engine(model: OwnModel | ForeignModel, options: EngineOptions) -> str:
     """Return the name of the engine that runs a model: what was asked for, else mlx where it has a GPU or the
-    model is foreign, else cpu. Imports neither.
+    cpu engine cannot compute the model, else cpu. Imports neither.
 
-    Raises: UnsupportedModelError for a foreign model on the cpu engine.
+    Raises: UnsupportedModelError where the cpu engine cannot, and was asked for or is all there is.
     """
-    from spile.architectures.foreign import ForeignModel
+    from spile.architectures.foreign import foreign_types
 
-    if isinstance(model, ForeignModel):
+    why = why_not_cpu(model)
+    if why is not None:
         if options.engine == "cpu":
-            raise UnsupportedModelError(
-                f"the cpu engine does not run model_type {quote(model.checkpoint.config.get('model_type'))}",
-                "Leave out --engine cpu: the mlx engine runs it.",
-            )
+            raise UnsupportedModelError(why, "Leave out --engine cpu: the mlx engine runs it.")
+        if options.engine == "auto" and not foreign_types():
+            raise UnsupportedModelError(why, "The mlx engine runs it: pip install 'spile[mlx]'")
         return "mlx"
     if options.engine != "auto":
         return options.engine
     return "mlx" if _mlx_has_gpu() else "cpu"
 
 
-def open_engine(model: MapleModel | ForeignModel, options: EngineOptions) -> Engine:
+def why_not_cpu(model: OwnModel | ForeignModel) -> str | None:
+    """Say in a sentence what the cpu engine lacks for a model; None where it runs it. Imports no engine."""
+    from spile.architectures.spec import OwnModel
+    from spile.engines.cpu.blocks import missing_blocks
+
+    model_type = quote(model.checkpoint.config.get("model_type"))
+    if not isinstance(model, OwnModel):
+        return f"the cpu engine does not run model_type {model_type}"
+    missing = ", ".join(missing_blocks(model.spec))
+    return (
+        f"the cpu engine does not compute model_type {model_type} yet: it has {missing}" if missing else None
+    )
+
+
+def open_engine(model: OwnModel | ForeignModel, options: EngineOptions) -> Engine:
     """Open the engine that `choose_engine` names. Touches disk: weights that stay resident are read.
 
     Raises:
@@ -47,7 +61,7 @@ def open_engine(model: MapleModel | ForeignModel, options: EngineOptions) -> Eng
         ReadError, CheckpointError: weights that cannot be read.
         UnsupportedModelError: an architecture that the engine does not run; mlx is missing or of another version.
     """
-    from spile.architectures.maple import MapleModel
+    from spile.architectures.spec import OwnModel
 
     if choose_engine(model, options) == "mlx":
         from spile.engines.mlx.adapter import require
@@ -58,12 +72,12 @@ def open_engine(model: MapleModel | ForeignModel, options: EngineOptions) -> Eng
         return MlxEngine(
             model.checkpoint,
             options,
-            vocab_size=model.config.vocab_size,
-            longest=model.config.max_position_embeddings,
-            num_chosen=model.config.num_experts_per_tok,
+            vocab_size=model.spec.vocab_size,
+            longest=model.spec.max_position_embeddings,
+            num_chosen=model.spec.num_experts_per_tok,
         )
-    assert isinstance(model, MapleModel), "the cpu engine was chosen"
-    options.check_experts(model.config.num_experts, model.config.num_experts_per_tok)
+    assert isinstance(model, OwnModel), "the cpu engine was chosen"
+    options.check_experts(model.spec.num_experts, model.spec.num_experts_per_tok)
     from spile.engines.cpu.engine import CpuEngine
 
     return CpuEngine(model, options)

@@ -21,17 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import (
-    PROJECTIONS,
-    TABLE_BITS,
-    TABLE_GROUP,
-    TERNARY_BITS,
-    TERNARY_GROUP,
-    Form,
-    MapleModel,
-    expected_tensors,
-    open_maple,
-)
+from spile.architectures import maple, open_own
+from spile.architectures.foreign import ForeignModel
+from spile.architectures.reading import PROJECTIONS
+from spile.architectures.spec import AFFINE4, BF16, TERNARY, OwnModel
 from spile.errors import CheckpointError, UnsupportedModelError
 from spile.files.checkpoint import Tensor, open_checkpoint, read_into
 from spile.files.writer import (
@@ -49,10 +42,10 @@ Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
 
 _PIECE_VALUES = 262_144  # of one piece of rows; its float64 copy of 2 MB stays in a core's cache
 _LARGEST_SHARD_NBYTES = 2_000_000_000
-_EMBEDDING_NAME = "model.word_embeddings"
+_EMBEDDING_NAME = maple.EMBEDDING_NAMES[0]
 _THRESHOLD = np.float32(0.7)
 _SMALLEST_SCALE = np.float32(1e-7)
-_LARGEST_CODE = np.float32(2**TABLE_BITS - 1)
+_LARGEST_CODE = np.float32(2**AFFINE4.bits - 1)
 _ABSURD = np.uint16(0x7149)  # BF16 bits of 1e30; sums of such weights overflow
 _COPIED = ("*token*.json", "vocab.json", "merges.txt", "*.jinja", "chat_template.json",
            "generation_config.json", "*.model", "LICENSE*", "NOTICE*")  # fmt: skip
@@ -86,13 +79,13 @@ def quantize_affine4(
     Returns packed codes [n, D/8], scales and biases as BF16 bits [n, D/64].
     """
     n, width = rows.shape
-    groups = rows.reshape(-1, TABLE_GROUP)
+    groups = rows.reshape(-1, AFFINE4.group)
     low, high = groups.min(axis=1), groups.max(axis=1)
     scale, bias = _mlx_scale(low, high)
     _use_exact_levels(groups, low, high, scale, bias)
     codes = np.clip(np.rint((groups - bias[:, None]) / scale[:, None]), 0, _LARGEST_CODE).astype(np.uint8)
-    shape = (n, width // TABLE_GROUP)
-    words = pack(codes.reshape(n, width), TABLE_BITS)
+    shape = (n, width // AFFINE4.group)
+    words = pack(codes.reshape(n, width), AFFINE4.bits)
     return words, encode_bf16(scale).reshape(shape), encode_bf16(bias).reshape(shape)
 
 
@@ -163,10 +156,12 @@ def convert_folder(
         ModelError: the source cannot be used, is quantized already, or holds a weight that is not finite.
         WriteError: the destination is taken or the disk is full.
     """
-    model = open_maple(open_checkpoint(source))
-    if model.form is not Form.BF16:
-        raise UnsupportedModelError(f"{source} is quantized already ({model.form.value}): nothing to convert")
-    specs = [Spec(*item) for item in expected_tensors(model.config, Form.ROW_ALPHA, _EMBEDDING_NAME)]
+    model = open_own(open_checkpoint(source))
+    if not is_source(model):
+        if model.spec.head.format == BF16:
+            raise UnsupportedModelError(f"{source} is a {model.spec.model_type}: only a Maple is converted")
+        raise UnsupportedModelError(f"{source} is quantized already: nothing to convert")
+    specs = [Spec(*item) for item in maple.spec(model.checkpoint.config).tensors()]
     total = sum(spec.nbytes for spec in specs)
     parts = split_shards(specs, min(-(-total // _LARGEST_SHARD_NBYTES), count_units(specs)))
     reader = _Reader(model, progress)
@@ -181,10 +176,15 @@ def convert_folder(
         write_json(partial / "config.json", _config(model))
 
 
+def is_source(model: OwnModel | ForeignModel) -> bool:
+    """Whether a model is a BF16 source that `convert_folder` packs."""
+    return isinstance(model, OwnModel) and model.spec.model_type == "maple" and model.spec.head.format == BF16
+
+
 class _Reader:
     """Reads rows of the source's tensors as float32, and counts them."""
 
-    def __init__(self, model: MapleModel, progress: Progress | None) -> None:
+    def __init__(self, model: OwnModel, progress: Progress | None) -> None:
         self._model = model
         self._progress = progress
         self._total = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
@@ -209,11 +209,11 @@ class _Reader:
     def source_name(self, name: str) -> str:
         """Name the source's tensor for one of the result's."""
         prefix = name.removesuffix(".weight")
-        return f"{self._model.embedding_name if prefix == _EMBEDDING_NAME else prefix}.weight"
+        return f"{self._model.spec.embedding.name if prefix == _EMBEDDING_NAME else prefix}.weight"
 
     @property
     def num_experts(self) -> int:
-        return self._model.config.num_experts
+        return self._model.spec.num_experts
 
     def _check_sane(self, tensor: Tensor, first: int, data: NDArray[np.uint16]) -> None:
         sane = ((data & np.uint16(0x7FFF)) < _ABSURD).all(axis=1)
@@ -238,7 +238,7 @@ def _convert_tensor(reader: _Reader, spec: Spec, shard: ShardWriter) -> None:
         for name in _ternary_sources(reader, prefix):
             for _, bits in reader.bits(name):
                 codes, alphas = ternarize(decode_bf16(bits))
-                words = pack(codes, TERNARY_BITS)
+                words = pack(codes, TERNARY.bits)
                 shard.write(spec.name, rows * words.shape[1] * 4, words)
                 shard.write(f"{prefix}.row_alpha", rows * 2, alphas)
                 rows += len(alphas)
@@ -254,11 +254,9 @@ def _ternary_sources(reader: _Reader, prefix: str) -> list[str]:
     return [f"{layer}.experts.{expert}.{projection}.weight" for expert in range(reader.num_experts)]
 
 
-def _config(model: MapleModel) -> dict[str, Any]:
+def _config(model: OwnModel) -> dict[str, Any]:
     config = {key: value for key, value in model.checkpoint.config.items() if key not in _DROPPED_KEYS}
-    table = {"group_size": TABLE_GROUP, "bits": TABLE_BITS}
-    block = {"group_size": TERNARY_GROUP, "bits": TERNARY_BITS, "mode": "affine"}
-    quantization = {**block, "lm_head": table, _EMBEDDING_NAME: table}
+    quantization = maple.quantization()
     return {
         **config,
         "model_type": "maple",

@@ -19,17 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import (
-    FIXED_VALUES,
-    TABLE_BITS,
-    TABLE_GROUP,
-    TERNARY_BITS,
-    TERNARY_GROUP,
-    Form,
-    check_widths,
-    expected_tensors,
-    parse_config,
-)
+from spile.architectures import MODEL_TYPES, maple, qwen3_moe
+from spile.architectures.spec import AFFINE4, TERNARY, TERNARY_GROUPS, ModelSpec, Weight
 from spile.errors import CheckpointError, OptionError, UnsupportedModelError
 from spile.files.checkpoint import FLASH_HEAD_NAME
 from spile.files.writer import (
@@ -47,7 +38,6 @@ from spile.residency.experts import decode_bf16, encode_bf16
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _PIECE_NBYTES = 4_000_000
-_EMBEDDING_NAME = "model.word_embeddings"
 _ROUTER_SPREAD = 1.5  # standard deviation of the router's logits
 _LOGIT_SPREAD = 2.0
 # What each linear layer multiplies a typical input by; the residual about doubles in 24 layers.
@@ -61,14 +51,15 @@ _GAINS = {
     "down_proj": 0.7,
 }
 _CENTROIDS, _CLUSTER_SIZE = "lm_head_flash.centroids", 32
-_MIDDLE_CODE = (2**TABLE_BITS - 1) / 2
-_CODE_SPREAD = 4.61  # standard deviation of the codes 0..15
+_CODE_SPREAD = {4: 4.61, 8: 73.9}  # standard deviation of the codes 0..15 and 0..255
+_OWN_FIELDS = ("full_attention_interval", "tokenizer_entries", "num_shards")  # of a shape, not of config.json
 
 
 @dataclass(frozen=True)
 class SynthShape:
-    """The sizes of a model to be written, by the names of config.json."""
+    """The sizes of a model to be written, by the names of config.json. Not every architecture reads all of them."""
 
+    model_type: str = "maple"
     hidden_size: int = 128
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
@@ -91,26 +82,35 @@ class SynthShape:
 
     def config(self) -> dict[str, Any]:
         """Return config.json as the real checkpoint has it."""
-        skipped = ("full_attention_interval", "tokenizer_entries", "num_shards")
-        sizes = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in skipped}
-        interval = self.full_attention_interval
-        kinds = [
-            "sliding_attention" if (n + 1) % interval else "full_attention"
-            for n in range(self.num_hidden_layers)
-        ]
-        table = {"group_size": TABLE_GROUP, "bits": TABLE_BITS}
-        block = {"group_size": TERNARY_GROUP, "bits": TERNARY_BITS, "mode": "affine"}
-        quantization = {**block, "lm_head": table, _EMBEDDING_NAME: table}
+        config = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _OWN_FIELDS
+        }
+        layers = range(self.num_hidden_layers)
+        if self.model_type == "qwen3_moe":
+            for name in ("partial_rotary_factor", "sliding_window", "first_k_dense_replace"):
+                del config[name]
+            block = {"group_size": AFFINE4.group, "bits": AFFINE4.bits}
+            quantization = block | {f"model.layers.{n}.mlp.gate": {**block, "bits": 8} for n in layers}
+            config |= qwen3_moe.FIXED_VALUES
+            dense = list(range(self.first_k_dense_replace))
+            config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "tie_word_embeddings": False}
+        else:
+            interval, quantization = self.full_attention_interval, maple.quantization()
+            kinds = ["sliding_attention" if (n + 1) % interval else "full_attention" for n in layers]
+            config |= {**maple.FIXED_VALUES, "layer_types": kinds}
         return {
-            "architectures": ["MapleForCausalLM"],
-            "model_type": "maple",
-            **sizes,
-            **FIXED_VALUES,
-            "layer_types": kinds,
+            "architectures": [MODEL_TYPES[self.model_type]],
+            **config,
             "torch_dtype": "bfloat16",
             "quantization": quantization,
             "quantization_config": quantization,
         }
+
+    def spec(self, *, group_scales: bool = False) -> ModelSpec:
+        """Return the spec of what is written. Raises: ModelError for sizes that the architecture does not have."""
+        if self.model_type == "qwen3_moe":
+            return qwen3_moe.spec(self.config())
+        return maple.spec(self.config(), TERNARY_GROUPS if group_scales else TERNARY)
 
 
 PRESETS = {
@@ -131,6 +131,24 @@ PRESETS = {
         sliding_window=512,
         tokenizer_entries=151643,
         num_shards=3,
+    ),
+    # mlx-community/Qwen3-30B-A3B-4bit
+    "qwen3-30b-a3b-4bit": SynthShape(
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        intermediate_size=6144,
+        rope_theta=1000000.0,
+        max_position_embeddings=40960,
+        vocab_size=151936,
+        tokenizer_entries=151643,
+        num_shards=4,
     ),
 }
 
@@ -158,20 +176,24 @@ def write_checkpoint(
     """
     if seed < 0:
         raise OptionError(f"seed {seed} is negative")
-    specs = _specs(shape, Form.GROUP_SCALES if group_scales else Form.ROW_ALPHA)
+    spec = _spec(shape, group_scales)
+    specs = [Spec(*each) for each in spec.tensors()]
     count = shape.num_shards if shards is None else shards
     if not 1 <= count <= count_units(specs):
         raise OptionError(f"{count} shards are not possible: this shape can fill 1 to {count_units(specs)}")
     beside = _flash_specs(shape) if flash_head else []
+    weights = {
+        each.name: weight for weight in (*spec.weights(), _centroids(shape)) for each in weight.tensors()
+    }
     total, done = sum(spec.nbytes for spec in [*specs, *beside]), 0
     with atomic_folder(folder, total, on_note) as partial:
         parts = split_shards(specs, count)
         for name, part in {**parts, **({FLASH_HEAD_NAME: beside} if beside else {})}.items():
             with ShardWriter(partial / name, part) as shard:
-                for spec in part:
+                for tensor in part:
                     start = 0
-                    for piece in _pieces(spec, seed, shape):
-                        shard.write(spec.name, start, piece)
+                    for piece in _pieces(tensor, weights.get(tensor.name), seed):
+                        shard.write(tensor.name, start, piece)
                         start += len(piece) if isinstance(piece, bytes) else piece.nbytes
                         if progress is not None:
                             progress(done + start, total)
@@ -185,8 +207,8 @@ def write_checkpoint(
         write_json(partial / "config.json", {**shape.config(), **eos, **flash})
 
 
-def _specs(shape: SynthShape, form: Form) -> list[Spec]:
-    """Check the shape by the rules that a reader applies, and list its tensors."""
+def _spec(shape: SynthShape, group_scales: bool) -> ModelSpec:
+    """Check the shape by the rules that a reader applies."""
     limits = {"full_attention_interval": (1, 2**20), "num_hidden_layers": (1, 10_000)}
     limits["tokenizer_entries"] = (0, 2**24)
     for name, (least, largest) in limits.items():
@@ -197,13 +219,15 @@ def _specs(shape: SynthShape, form: Form) -> list[Spec]:
             f"tokenizer_entries is {shape.tokenizer_entries}, expected 0 or {NUM_BYTES} and more"
         )
     try:
-        config = parse_config(shape.config())
-        check_widths(config, form)
+        return shape.spec(group_scales=group_scales)
     except (CheckpointError, UnsupportedModelError) as error:
         raise OptionError(
-            f"no Maple has this shape: {error.message.removeprefix('config.json: ')}"
+            f"no {shape.model_type} has this shape: {error.message.removeprefix('config.json: ')}"
         ) from error
-    return [Spec(*expected) for expected in expected_tensors(config, form, _EMBEDDING_NAME)]
+
+
+def _centroids(shape: SynthShape) -> Weight:
+    return Weight(_CENTROIDS, AFFINE4, (shape.vocab_size // _CLUSTER_SIZE, shape.hidden_size))
 
 
 def _flash_specs(shape: SynthShape) -> list[Spec]:
@@ -212,12 +236,10 @@ def _flash_specs(shape: SynthShape) -> list[Spec]:
         raise OptionError(
             f"vocab_size is {shape.vocab_size:,}; a clustered head needs a multiple of {_CLUSTER_SIZE}"
         )
-    C, D = shape.vocab_size // _CLUSTER_SIZE, shape.hidden_size
+    specs = [Spec(*each) for each in _centroids(shape).tensors()]
     return [
-        Spec(f"{_CENTROIDS}.weight", "U32", (C, D * TABLE_BITS // 32)),
-        Spec(f"{_CENTROIDS}.scales", "BF16", (C, D // TABLE_GROUP)),
-        Spec(f"{_CENTROIDS}.biases", "BF16", (C, D // TABLE_GROUP)),
-        Spec("lm_head_flash.token_map", "I32", (C, _CLUSTER_SIZE)),
+        *specs,
+        Spec("lm_head_flash.token_map", "I32", (shape.vocab_size // _CLUSTER_SIZE, _CLUSTER_SIZE)),
     ]
 
 
@@ -230,59 +252,54 @@ def _flash_config(shape: SynthShape) -> dict[str, Any]:
         "n_probes": max(1, round(C * 512 / 4748)),
         "force_tokens": [],
         "scaled_centroids": True,
-        "bits": TABLE_BITS,
-        "group_size": TABLE_GROUP,
+        "bits": AFFINE4.bits,
+        "group_size": AFFINE4.group,
     }
 
 
-def _pieces(spec: Spec, seed: int, shape: SynthShape) -> Iterator[bytes | NDArray[Any]]:
-    """Yield a tensor's bytes, some MB at a time. Streams are seeded by the layer's name, so forms agree."""
-    prefix, kind = spec.name.rsplit(".", 1)
-    is_table = prefix in ("lm_head", _EMBEDDING_NAME, _CENTROIDS)
+def _pieces(tensor: Spec, weight: Weight | None, seed: int) -> Iterator[bytes | NDArray[Any]]:
+    """Yield a tensor's bytes, some MB at a time; one of no weight holds ids, each once. Streams are seeded by the
+    layer's name, so forms agree.
+    """
+    prefix, kind = tensor.name.rsplit(".", 1)
     stream = "alpha" if kind in ("row_alpha", "scales", "biases") else kind
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(f"{prefix}.{stream}".encode())]))
-    if spec.dtype == "I32":
-        yield rng.permutation(shape.vocab_size).astype("<i4")
+    if weight is None:
+        yield rng.permutation(math.prod(tensor.shape)).astype("<i4")
         return
-    if spec.dtype == "U32":
-        for nbytes in _cut(spec.nbytes, _PIECE_NBYTES):
+    form, is_ternary = weight.format, weight.format.kind == TERNARY.kind
+    if tensor.dtype == "U32":
+        for nbytes in _cut(tensor.nbytes, _PIECE_NBYTES):
             codes = rng.bytes(nbytes)
-            yield codes if is_table else codes.translate(_TERNARY_BYTES)
+            yield codes.translate(_TERNARY_BYTES) if is_ternary else codes
         return
-    spread = _LOGIT_SPREAD / math.sqrt(shape.hidden_size) if prefix in ("lm_head", _CENTROIDS) else 1.0
-    repeats = 1 if is_table or kind not in ("scales", "biases") else spec.shape[-1]
-    for count in _cut(spec.nbytes // 2 // repeats, _PIECE_NBYTES // (4 * repeats)):
-        if is_table:
-            bits = encode_bf16(
-                rng.uniform(0.75, 1.25, count).astype(np.float32) * np.float32(spread / _CODE_SPREAD)
-            )
-            if kind == "biases":
-                bits = encode_bf16(decode_bf16(bits) * np.float32(-_MIDDLE_CODE))
-        elif kind == "weight":
-            mean, deviation = (
-                (0.0, _ROUTER_SPREAD / math.sqrt(shape.hidden_size)) if _is_router(prefix) else (1.0, 0.1)
-            )
-            bits = encode_bf16(rng.normal(mean, deviation, count).astype(np.float32))
-        else:
-            alpha = _GAINS[prefix.rsplit(".", 1)[1]] * math.sqrt(1.5 / _width(prefix, shape))
+    name, n = prefix.rsplit(".", 1)[-1], weight.shape[-1]
+    repeats = tensor.shape[-1] if is_ternary and form.group else 1
+    for count in _cut(tensor.nbytes // 2 // repeats, _PIECE_NBYTES // (4 * repeats)):
+        if is_ternary:
+            alpha = _GAINS[name] * math.sqrt(1.5 / n)
             bits = encode_bf16(rng.uniform(0.8 * alpha, 1.2 * alpha, count).astype(np.float32))
             if kind == "biases":
                 bits ^= np.uint16(0x8000)
             bits = np.repeat(bits, repeats)
+        elif form.is_coded:
+            scale = np.float32(_spread(name, n) / _CODE_SPREAD[form.bits])
+            bits = encode_bf16(rng.uniform(0.75, 1.25, count).astype(np.float32) * scale)
+            if kind == "biases":
+                middle = np.float32(-(2**form.bits - 1) / 2)
+                bits = encode_bf16(decode_bf16(bits) * middle)
+        else:
+            mean, deviation = (1.0, 0.1) if len(tensor.shape) == 1 else (0.0, _spread(name, n))
+            bits = encode_bf16(rng.normal(mean, deviation, count).astype(np.float32))
         yield bits
 
 
-def _width(prefix: str, shape: SynthShape) -> int:
-    """Return the number of inputs of a ternary layer."""
-    if prefix.endswith("o_proj"):
-        return shape.num_attention_heads * shape.head_dim
-    if prefix.endswith("down_proj"):
-        return shape.moe_intermediate_size if ".switch_mlp." in prefix else shape.intermediate_size
-    return shape.hidden_size
-
-
-def _is_router(prefix: str) -> bool:
-    return prefix.endswith(".mlp.gate")
+def _spread(name: str, n: int) -> float:
+    """Return the standard deviation of a matrix's numbers, by the last part of its name and its inputs."""
+    if name in _GAINS:
+        return _GAINS[name] / math.sqrt(n)
+    of_output = {"gate": _ROUTER_SPREAD, "lm_head": _LOGIT_SPREAD, "centroids": _LOGIT_SPREAD}
+    return of_output[name] / math.sqrt(n) if name in of_output else 1.0
 
 
 def _cut(total: int, piece: int) -> Iterator[int]:

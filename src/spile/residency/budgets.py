@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.options import EngineOptions
 from spile.residency.experts import ExpertTable
 from spile.residency.forecast import USUAL_ROUTING, Forecast, Probe, Routing, forecast
@@ -43,7 +43,7 @@ class Outlook:
 
 
 def look_at_budgets(
-    model: MapleModel,
+    model: OwnModel,
     options: EngineOptions,
     memory: MemoryNow,
     probe: Probe | None,
@@ -58,7 +58,7 @@ def look_at_budgets(
     def row(budget: int) -> Row:
         made = make_plan(model, table, replace(options, memory_bytes=budget), memory)
         expected = None if probe is None else forecast(model, made, probe, routing)
-        share = 1.0 if made.is_mapped else made.num_slots / max(1, model.config.num_routed_experts)
+        share = 1.0 if made.is_mapped else made.num_slots / max(1, model.spec.num_routed_experts)
         return Row(budget, made, routing.hit_rate(share) if share < 1 else 1.0, expected)
 
     mapped = mapped_budget(model, table, options, memory)
@@ -86,7 +86,7 @@ def look_at_budgets(
 
 
 def least_plan(
-    model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow, num_slots: int
+    model: OwnModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow, num_slots: int
 ) -> Plan:
     """Return the plan of the least budget, to 1 MB, that has so many slots, or has everything mapped."""
 

@@ -1,4 +1,4 @@
-"""Turns a model's tensor table into where the bytes of (layer, expert) lie, and row alphas into arrays.
+"""Turns a model's spec and tensor table into where the bytes of (layer, expert) lie, and row alphas into arrays.
 
 It hides how experts are stored: one stacked tensor a projection or a tensor each, row alphas or group
 scales. It does not read expert codes (the store does) and does not know which experts are resident.
@@ -8,12 +8,13 @@ Sizes: E experts, F expert width, D width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import PROJECTIONS, Form, MapleModel
+from spile.architectures.spec import EXPERT, TERNARY, Expected, Experts, OwnModel, Weight
 from spile.errors import CheckpointError
 from spile.files.checkpoint import Tensor, read_into
 
@@ -30,71 +31,66 @@ class Extent(NamedTuple):
 
 
 class ExpertTable:
-    """Where each expert's weights lie; every expert of a model has the same three sizes."""
+    """Where each expert's weights lie; every expert of a model is as many extents of the same sizes."""
 
-    def __init__(self, model: MapleModel) -> None:
-        self._model = model
-        self.num_layers = model.config.num_hidden_layers
-        self.num_experts = model.config.num_experts
-        layer = model.config.first_k_dense_replace
-        self.expert_nbytes = (
-            sum(extent.nbytes for extent in self.extents(layer, 0)) if self.is_moe(layer) else 0
-        )
+    def __init__(self, model: OwnModel) -> None:
+        self._tensors, self._spec = model.checkpoint.tensors, model.spec
+        self.num_layers = model.spec.num_hidden_layers
+        self.num_experts = model.spec.num_experts
+        layer = next((layer for layer in range(self.num_layers) if self.is_moe(layer)), None)
+        parts = () if layer is None else self.extents(layer, 0)
+        self.expert_nbytes = sum(extent.nbytes for extent in parts)
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts; the others are dense."""
-        return self._model.config.is_moe(layer) and layer < self.num_layers
+        return layer < self.num_layers and self._spec.is_moe(layer)
 
-    def extents(self, layer: int, expert: int) -> tuple[Extent, Extent, Extent]:
-        """Locate the weights of gate, up and down (packed codes; BF16 values in the BF16 form)."""
-        gate, up, down = (self._extent(layer, expert, projection) for projection in PROJECTIONS)
-        return gate, up, down
-
-    def alpha_extent(self, layer: int, projection: str) -> Extent:
-        """Locate the row alphas of all experts, BF16 [E, out]; only in the form that has them."""
-        assert self._model.form is Form.ROW_ALPHA, "group scales have no alpha tensor: use read_alphas"
-        tensor = self._model.checkpoint.tensors[f"{_prefix(layer, projection)}.row_alpha"]
-        return Extent(tensor.shard, tensor.offset, tensor.nbytes)
-
-    def _extent(self, layer: int, expert: int, projection: str) -> Extent:
+    def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
+        """Locate what is read of an expert: gate, up and down; of each its codes and, where they are not kept in
+        memory, what scales them.
+        """
+        experts = self._spec.layers[layer].ffn
+        assert isinstance(experts, Experts), f"layer {layer} is dense"
         assert 0 <= expert < self.num_experts, f"expert {expert} of {self.num_experts}"
-        tensors = self._model.checkpoint.tensors
-        if self._model.form is Form.BF16:
-            tensor = tensors[f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"]
+        return tuple(
+            self._extent(weight, each, expert)
+            for weight in experts.glu.weights()
+            for each in streamed(weight)
+        )
+
+    def _extent(self, weight: Weight, each: Expected, expert: int) -> Extent:
+        tensor = self._tensors[each.name.replace(EXPERT, str(expert))]
+        if EXPERT in weight.name:
             return Extent(tensor.shard, tensor.offset, tensor.nbytes)
-        tensor = tensors[f"{_prefix(layer, projection)}.weight"]
         nbytes = tensor.nbytes // self.num_experts
         return Extent(tensor.shard, tensor.offset + expert * nbytes, nbytes)
 
 
-def read_alphas(model: MapleModel, layer: int, projection: str) -> NDArray[np.uint16]:
-    """Read the row alphas of all experts of a layer as BF16 bits, [E, out]. Touches disk.
+def streamed(weight: Weight) -> Iterator[Expected]:
+    """Yield the tensors of an expert's weight that are read with it. A ternary row's alpha stays in memory."""
+    tensors = weight.format.tensors(weight.name, weight.shape)
+    return iter([next(tensors)]) if weight.format.kind == TERNARY.kind else tensors
+
+
+def read_row_alpha(model: OwnModel, weight: Weight) -> NDArray[np.uint16]:
+    """Read the row alphas of a ternary weight as BF16 bits, [out], or [E, out] of experts. Touches disk.
 
     Raises:
         CheckpointError: group scales that are not one alpha a row, or an alpha that is not finite.
         ReadError: the shard could not be read.
     """
-    return read_row_alpha(model, _prefix(layer, projection))
-
-
-def read_row_alpha(model: MapleModel, prefix: str) -> NDArray[np.uint16]:
-    """Read the row alphas of one ternary layer as BF16 bits, [out] ([E, out] for experts). Touches disk.
-
-    Raises: as `read_alphas`.
-    """
     tensors = model.checkpoint.tensors
-    if model.form is Form.ROW_ALPHA:
-        name = f"{prefix}.row_alpha"
+    if weight.format == TERNARY:
+        name = f"{weight.name}.row_alpha"
         alphas = np.empty(tensors[name].nbytes, np.uint8)
         _read(model, tensors[name], 0, alphas)
         result = alphas.view("<u2").reshape(tensors[name].shape)
         _check_finite(model, name, result, 0)
         return result
-    assert model.form is Form.GROUP_SCALES, "BF16 weights have no row alphas"
-    return _alphas_of_groups(model, tensors[f"{prefix}.scales"], tensors[f"{prefix}.biases"])
+    return _alphas_of_groups(model, tensors[f"{weight.name}.scales"], tensors[f"{weight.name}.biases"])
 
 
-def _alphas_of_groups(model: MapleModel, scales: Tensor, biases: Tensor) -> NDArray[np.uint16]:
+def _alphas_of_groups(model: OwnModel, scales: Tensor, biases: Tensor) -> NDArray[np.uint16]:
     """Reduce scales and biases [.., out, groups] to alphas [.., out], checking that nothing is lost."""
     *rows_shape, groups = scales.shape
     num_rows = scales.nbytes // (2 * groups)
@@ -121,25 +117,21 @@ def _alphas_of_groups(model: MapleModel, scales: Tensor, biases: Tensor) -> NDAr
     return alphas.reshape(rows_shape)
 
 
-def _check_finite(model: MapleModel, name: str, bits: NDArray[np.uint16], first: int) -> None:
+def _check_finite(model: OwnModel, name: str, bits: NDArray[np.uint16], first: int) -> None:
     finite = (bits & _EXPONENT) != _EXPONENT
     if not finite.all():
         raise _fault(model, name, first + int(finite.reshape(-1).argmin()), "has an alpha that is not finite")
 
 
-def _fault(model: MapleModel, name: str, row: int, what: str) -> CheckpointError:
+def _fault(model: OwnModel, name: str, row: int, what: str) -> CheckpointError:
     tensor = model.checkpoint.tensors[name]
-    out = tensor.shape[-2] if name.endswith((".scales", ".biases")) else tensor.shape[-1]
-    place = f"expert {row // out}, row {row % out}" if ".switch_mlp." in name else f"row {row}"
+    rows = tensor.shape[:-1] if name.endswith((".scales", ".biases")) else tensor.shape
+    place = f"row {row}" if len(rows) == 1 else f"expert {row // rows[-1]}, row {row % rows[-1]}"
     return CheckpointError(f"tensor {name} of {model.checkpoint.shards[tensor.shard].name}: {place} {what}")
 
 
-def _read(model: MapleModel, tensor: Tensor, start: int, data: NDArray[np.uint8]) -> None:
+def _read(model: OwnModel, tensor: Tensor, start: int, data: NDArray[np.uint8]) -> None:
     read_into(model.checkpoint.shards[tensor.shard], tensor.offset + start, data)
-
-
-def _prefix(layer: int, projection: str) -> str:
-    return f"model.layers.{layer}.mlp.switch_mlp.{projection}"
 
 
 def decode_bf16(bits: NDArray[np.uint16]) -> NDArray[Any]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spile.architectures.maple import MapleConfig, MapleModel
+from spile.architectures.spec import ModelSpec, OwnModel
 from spile.errors import OptionError
 from spile.residency.experts import ExpertTable
 from spile.residency.plan import Plan
@@ -120,7 +120,7 @@ class Routing:
 def routing_of(
     trace: Trace,
     num_experts: int,
-    config: MapleConfig,
+    spec: ModelSpec,
     name: str,
     hit_rates: Mapping[int, float] | None = None,
 ) -> Routing:
@@ -128,7 +128,7 @@ def routing_of(
 
     Raises: OptionError when the trace is another model's.
     """
-    own = (config.num_moe_layers, config.num_experts_per_tok, config.num_experts)
+    own = (spec.num_moe_layers, spec.num_experts_per_tok, spec.num_experts)
     has = (*trace.shape[1:], num_experts)
     if has != own:
         said, wanted = ("{} layers, {} of {} experts".format(*sizes) for sizes in (has, own))
@@ -149,7 +149,7 @@ def routing_of(
 USUAL_ROUTING = Routing()
 
 
-def forecast(model: MapleModel, plan: Plan, probe: Probe, routing: Routing = USUAL_ROUTING) -> Forecast:
+def forecast(model: OwnModel, plan: Plan, probe: Probe, routing: Routing = USUAL_ROUTING) -> Forecast:
     """Predict the speed of a plan from a probe. Cost: none."""
     return _Sum(model, plan, probe, routing).forecast()
 
@@ -157,24 +157,24 @@ def forecast(model: MapleModel, plan: Plan, probe: Probe, routing: Routing = USU
 class _Sum:
     """The seconds of a plan's parts."""
 
-    def __init__(self, model: MapleModel, plan: Plan, probe: Probe, routing: Routing) -> None:
-        config, table = model.config, ExpertTable(model)
-        self._config, self._plan, self._probe, self._routing = config, plan, probe, routing
+    def __init__(self, model: OwnModel, plan: Plan, probe: Probe, routing: Routing) -> None:
+        spec, table = model.spec, ExpertTable(model)
+        self._spec, self._plan, self._probe, self._routing = spec, plan, probe, routing
         self._expert_nbytes = table.expert_nbytes
         self._file_nbytes = sum(tensor.nbytes for tensor in model.checkpoint.tensors.values())
-        self._num_experts = config.num_routed_experts
+        self._num_experts = spec.num_routed_experts
         self._num_slots = self._num_experts if plan.is_mapped else plan.num_slots
         self._streamed = 0
         if not plan.is_mapped:
-            rows = config.vocab_size - plan.num_head_rows
-            self._streamed = head_nbytes(model, config.vocab_size) * rows // config.vocab_size
+            rows = spec.vocab_size - plan.num_head_rows
+            self._streamed = head_nbytes(model, spec.vocab_size) * rows // spec.vocab_size
         self._hit_rate = 1.0
         if self._num_slots < self._num_experts:
             self._hit_rate = routing.hit_rate(self._num_slots / self._num_experts)
 
     def forecast(self) -> Forecast:
         probe, plan = self._probe, self._plan
-        wanted = self._config.num_moe_layers * self._config.num_experts_per_tok
+        wanted = self._spec.num_moe_layers * self._spec.num_experts_per_tok
         missed = int(wanted * self._expert_nbytes * (1 - self._hit_rate)) + self._streamed
         if plan.is_mapped:
             decode = 1 / self._decode(probe.resident_seconds, None)
@@ -197,7 +197,7 @@ class _Sum:
         self, missing_seconds: float | None, rate: float | None, half_seconds: float | None = None
     ) -> float:
         """Seconds of a token; `missing_seconds` of a layer whose experts are all missing, and if half are."""
-        config, probe = self._config, self._probe
+        spec, probe = self._spec, self._probe
         hit = probe.resident_seconds if self._plan.is_mapped else probe.pooled_seconds
         layer = hit
         if missing_seconds is not None:
@@ -205,11 +205,12 @@ class _Sum:
             half = (hit + most) / 2 if half_seconds is None else min(max(hit, half_seconds), most)
             layer = float(np.interp(1 - self._hit_rate, (0.0, 0.5, 1.0), (hit, half, most)))
         experts = probe.resident_seconds - probe.attend_seconds
-        dense = config.intermediate_size / (config.num_experts_per_tok * config.moe_intermediate_size)
+        chosen = spec.num_experts_per_tok * spec.moe_intermediate_size
+        dense = spec.intermediate_size / chosen if chosen else 1.0  # without experts a dense layer was tried
         return (
             (probe.begin_seconds if self._plan.is_mapped else probe.pooled_begin_seconds)
-            + config.num_moe_layers * layer
-            + config.first_k_dense_replace * (probe.attend_seconds + experts * dense)
+            + spec.num_moe_layers * layer
+            + (spec.num_hidden_layers - spec.num_moe_layers) * (probe.attend_seconds + experts * dense)
             + self._head(rate)
             + probe.loop_seconds
         )
@@ -229,14 +230,16 @@ class _Sum:
 
     def _chunks(self) -> list[_Chunk]:
         """The chunks of a prompt, from an empty pool on."""
-        config, plan, probe = self._config, self._plan, self._probe
+        spec, plan, probe = self._spec, self._plan, self._probe
         chunks, resident = [], 0
         for start in range(0, _PROMPT_TOKENS, plan.prefill_chunk):
             T = min(plan.prefill_chunk, _PROMPT_TOKENS - start)
-            used = self._routing.used(T, config.num_experts_per_tok, config.num_experts) * self._num_experts
+            used = (
+                self._routing.used(T, spec.num_experts_per_tok, max(1, spec.num_experts)) * self._num_experts
+            )
             missing = 0 if plan.is_mapped else int(max(0.0, used - resident))
             tried = min(probe.chunks, key=lambda chunk: abs(chunk - T))
-            scale = config.num_hidden_layers * T / tried
+            scale = spec.num_hidden_layers * T / tried
             # the pool's memory comes from the system as it is first filled, on the threads that compute
             fresh = min(missing, self._num_slots - resident) * self._expert_nbytes / probe.fresh_nbytes
             attend, experts = (seconds * scale for seconds in probe.chunks[tried])

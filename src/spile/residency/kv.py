@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spile.architectures.maple import MapleConfig
+from spile.architectures.spec import ModelSpec
 from spile.errors import OptionError
 from spile.options import EngineOptions
 
@@ -59,19 +59,19 @@ def asked_format(options: EngineOptions) -> KvFormat:
     return KvFormat(keys, values, rings)
 
 
-def kv_format(config: MapleConfig, options: EngineOptions) -> KvFormat:
+def kv_format(spec: ModelSpec, options: EngineOptions) -> KvFormat:
     """Return what was asked for.
 
     Raises: OptionError where the model's heads cannot be quantized.
     """
     kv = asked_format(options)
     named = {"kv_bits": kv.key_bits, "kv_v_bits": kv.value_bits}
-    if any(config.layer_is_sliding):
+    if any(spec.layer_is_sliding):
         named["kv_ring_bits"] = kv.ring_bits
     for name, bits in named.items():
-        if bits < 16 and config.head_dim % 16:
+        if bits < 16 and spec.head_dim % 16:
             raise OptionError(
-                f"{name} is {bits}: this model's heads have {config.head_dim} dimensions, no multiple of 16",
+                f"{name} is {bits}: this model's heads have {spec.head_dim} dimensions, no multiple of 16",
                 "Give 16 or 32.",
             )
     return kv
@@ -84,25 +84,25 @@ def group_size(head_dim: int) -> int:
     return next((size for size in range(MOST_GROUP, 16, -16) if head_dim % size == 0), 16)
 
 
-def kv_position_nbytes(config: MapleConfig, kv: KvFormat, *, is_sliding: bool) -> int:
+def kv_position_nbytes(spec: ModelSpec, kv: KvFormat, *, is_sliding: bool) -> int:
     """Bytes of one position in one layer, all its KV heads."""
-    head_dim, kept = config.head_dim, kv.of_layer(is_sliding)
+    head_dim, kept = spec.head_dim, kv.of_layer(is_sliding)
     groups = 4 * (head_dim // group_size(head_dim))  # an FP16 scale and bias each
     keys = head_dim * kept.key_bits // 8 + (groups if kept.key_bits < 16 else 0)
     padded = -(-head_dim // 16) * 16
     values = padded * kept.value_bits // 8 + (groups if kept.value_bits < 16 else 0)
-    return (keys + values) * config.num_key_value_heads
+    return (keys + values) * spec.num_key_value_heads
 
 
-def kv_nbytes(config: MapleConfig, num_tokens: int, chunk: int, kv: KvFormat) -> int:
+def kv_nbytes(spec: ModelSpec, num_tokens: int, chunk: int, kv: KvFormat) -> int:
     """Bytes of keys and values of one sequence of so many tokens, read in chunks: blocks of 128 positions in
     whole pages, as many as are needed in full layers and at most a ring of them in sliding ones.
     """
     num_blocks = -(-num_tokens // BLOCK_POSITIONS)
-    ring = min(ring_blocks(config.sliding_window, chunk), num_blocks)
+    ring = min(ring_blocks(spec.sliding_window, chunk), num_blocks)
     nbytes = 0
-    for is_sliding in config.layer_is_sliding:
-        block = kv_position_nbytes(config, kv, is_sliding=is_sliding) * BLOCK_POSITIONS
+    for is_sliding in spec.layer_is_sliding:
+        block = kv_position_nbytes(spec, kv, is_sliding=is_sliding) * BLOCK_POSITIONS
         nbytes += -(-block // PAGE_NBYTES) * PAGE_NBYTES * (ring if is_sliding else num_blocks)
     return nbytes
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.errors import BudgetError, OptionError, ReadError
 from spile.machine import available_memory_bytes, memory_limit_bytes
 from spile.memory import current_memory_bytes
@@ -108,7 +108,7 @@ def memory_now() -> MemoryNow:
 
 
 def make_plan(
-    model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow | None = None
+    model: OwnModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow | None = None
 ) -> Plan:
     """Decide. Cost: reads file sizes, and /proc where `memory` is not given.
 
@@ -122,7 +122,7 @@ def make_plan(
     budget = options.memory_bytes
     room = budget if budget is not None else process + int(available * AVAILABLE_SHARE)
     total = _shard_nbytes(model)
-    num_experts = model.config.num_routed_experts
+    num_experts = model.spec.num_routed_experts
     if not num_experts and options.io in ("buffered", "direct"):
         raise OptionError(f"io is {options.io!r}: this model has no experts to read, all of it stays mapped")
     if options.may_map or not num_experts:
@@ -150,20 +150,20 @@ def make_plan(
 
 
 def _mapped_plan(
-    model: MapleModel, options: EngineOptions, process: int, total: int, expert_nbytes: int
+    model: OwnModel, options: EngineOptions, process: int, total: int, expert_nbytes: int
 ) -> Plan:
-    config = model.config
-    chunk, context = options.prefill_chunk or CHUNKS[0], options.context or config.max_position_embeddings
-    head, kv = head_nbytes(model, config.vocab_size), kv_format(config, options)
+    spec = model.spec
+    chunk, context = options.prefill_chunk or CHUNKS[0], options.context or spec.max_position_embeddings
+    head, kv = head_nbytes(model, spec.vocab_size), kv_format(spec, options)
     flash = flash_head_nbytes(model, options)
     parts = Parts(
         process=process,
         reserved=options.reserved_bytes,
         weights=total - expert_nbytes - head,
         head=head + flash,
-        kv=options.sequences * kv_nbytes(config, options.context or min(context, 4096), chunk, kv),
+        kv=options.sequences * kv_nbytes(spec, options.context or min(context, 4096), chunk, kv),
         prompts=options.prompt_cache_bytes,
-        activations=activation_nbytes(config, chunk),
+        activations=activation_nbytes(spec, chunk),
         experts=expert_nbytes,
         margin=MARGIN_NBYTES,
     )
@@ -173,7 +173,7 @@ def _mapped_plan(
         num_slots=0,
         least_slots=0,
         most_slots=0,
-        num_head_rows=config.vocab_size,
+        num_head_rows=spec.vocab_size,
         prefill_chunk=chunk,
         context=context,
         budget_nbytes=options.memory_bytes,
@@ -182,7 +182,7 @@ def _mapped_plan(
 
 
 def _pool_plan(
-    model: MapleModel,
+    model: OwnModel,
     table: ExpertTable,
     options: EngineOptions,
     memory: MemoryNow,
@@ -190,7 +190,7 @@ def _pool_plan(
     num_experts: int,
     is_direct: bool,
 ) -> Plan:
-    config, V = model.config, model.config.vocab_size
+    spec, V = model.spec, model.spec.vocab_size
     slot_nbytes = Pages.nbytes_per_slot(table)
     needs = _Needs(model, table, options, memory.process_nbytes)
     least = needs.least().total
@@ -206,7 +206,7 @@ def _pool_plan(
     context, kv_nbytes_more = needs.context(min(int(share * room), extra - chunk_nbytes))
     extra -= chunk_nbytes + kv_nbytes_more
     least_slots, most_slots = needs.least_slots, needs.most_slots
-    parts, num_active = needs.parts, options.num_active(config.num_experts_per_tok)
+    parts, num_active = needs.parts, options.num_active(spec.num_experts_per_tok)
     num_head_rows = V
     if options.slots is not None:
         num_slots = min(options.slots, num_experts)
@@ -263,7 +263,7 @@ def give(asks: list[str], otherwise: str | None = None) -> str:
 
 
 def _check_group(
-    model: MapleModel, options: EngineOptions, memory: MemoryNow, least: int, planned: int, room: int
+    model: OwnModel, options: EngineOptions, memory: MemoryNow, least: int, planned: int, room: int
 ) -> None:
     """Check that a control group leaves what is planned on top of what the process has: it would be killed.
 
@@ -295,16 +295,16 @@ def _check_group(
 class _Needs:
     """What a pool's engine takes, by chunk and context; those that the user named are kept."""
 
-    def __init__(self, model: MapleModel, table: ExpertTable, options: EngineOptions, process: int) -> None:
-        config = model.config
+    def __init__(self, model: OwnModel, table: ExpertTable, options: EngineOptions, process: int) -> None:
+        spec = model.spec
         self._model, self._options, self._process = model, options, process
-        self._kv, self._flash = kv_format(config, options), flash_head_nbytes(model, options)
-        self._slot_nbytes, num_experts = Pages.nbytes_per_slot(table), config.num_routed_experts
-        moe_layers = num_experts // max(1, config.num_experts)
-        num_active = options.num_active(config.num_experts_per_tok)
+        self._kv, self._flash = kv_format(spec, options), flash_head_nbytes(model, options)
+        self._slot_nbytes, num_experts = Pages.nbytes_per_slot(table), spec.num_routed_experts
+        moe_layers = num_experts // max(1, spec.num_experts)
+        num_active = options.num_active(spec.num_experts_per_tok)
         pinned = options.shared_experts * moe_layers
         self.most_slots = num_experts if num_active is None else num_active * moe_layers
-        self.least_slots = min(num_experts, pinned + 2 * config.num_experts_per_tok, self.most_slots)
+        self.least_slots = min(num_experts, pinned + 2 * spec.num_experts_per_tok, self.most_slots)
         # without which the plan is refused
         self.wanted_slots = self.least_slots if num_active is None else self.most_slots
 
@@ -315,9 +315,9 @@ class _Needs:
             reserved=options.reserved_bytes,
             weights=resident_weight_nbytes(model),
             head=head_nbytes(model, head_rows) + self._flash,
-            kv=options.sequences * kv_nbytes(model.config, context, chunk, self._kv),
+            kv=options.sequences * kv_nbytes(model.spec, context, chunk, self._kv),
             prompts=options.prompt_cache_bytes,
-            activations=activation_nbytes(model.config, chunk),
+            activations=activation_nbytes(model.spec, chunk),
             experts=slots * self._slot_nbytes,
             margin=MARGIN_NBYTES,
         )
@@ -338,7 +338,7 @@ class _Needs:
         """Return the longest context likewise, for all sequences together."""
         if self._options.context is not None:
             return self._options.context, 0
-        longest = self._model.config.max_position_embeddings
+        longest = self._model.spec.max_position_embeddings
         context = _largest(
             lambda n: self._context_nbytes(n) <= nbytes, self._least_context, longest, BLOCK_POSITIONS
         )
@@ -347,7 +347,7 @@ class _Needs:
     def refusal(self, room: int) -> BudgetError:
         """Say what is too little, with the sum."""
         options, least = self._options, self.least()
-        num_active = options.num_active(self._model.config.num_experts_per_tok)
+        num_active = options.num_active(self._model.spec.num_experts_per_tok)
         asked = "" if num_active is None else f", {num_active} active experts a layer"
         if options.sequences > 1:
             asked += f", {options.sequences} sequences at once"
@@ -368,25 +368,25 @@ class _Needs:
 
     @property
     def _least_context(self) -> int:
-        return self._options.context or min(LEAST_CONTEXT, self._model.config.max_position_embeddings)
+        return self._options.context or min(LEAST_CONTEXT, self._model.spec.max_position_embeddings)
 
     def _chunk_nbytes(self, chunk: int) -> int:
         """Bytes beyond the least chunk: activations, and longer rings."""
-        config, longest = (
-            self._model.config,
-            self._options.context or self._model.config.max_position_embeddings,
+        spec, longest = (
+            self._model.spec,
+            self._options.context or self._model.spec.max_position_embeddings,
         )
 
         def cost(chunk: int) -> int:
-            rings = kv_nbytes(config, longest, chunk, self._kv) * self._options.sequences
-            return activation_nbytes(config, chunk) + rings
+            rings = kv_nbytes(spec, longest, chunk, self._kv) * self._options.sequences
+            return activation_nbytes(spec, chunk) + rings
 
         return cost(chunk) - cost(self._least_chunk)
 
     def _context_nbytes(self, context: int) -> int:
         """Bytes of all sequences beyond the least context."""
         more, least = (
-            kv_nbytes(self._model.config, n, self._least_chunk, self._kv)
+            kv_nbytes(self._model.spec, n, self._least_chunk, self._kv)
             for n in (context, self._least_context)
         )
         return self._options.sequences * (more - least)
@@ -403,7 +403,7 @@ def _largest(fits: Callable[[int], bool], least: int, most: int, step: int) -> i
     return max(least, low * step)
 
 
-def smallest_budget(model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
+def smallest_budget(model: OwnModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
     """Return the least bytes that a plan works with, in whole MB. No disk access.
 
     Raises: as `make_plan`, but BudgetError.
@@ -416,14 +416,14 @@ def _whole_megabytes(nbytes: int) -> int:
     return -(-(nbytes + _VARYING_NBYTES) // 1_000_000) * 1_000_000
 
 
-def mapped_budget(model: MapleModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
+def mapped_budget(model: OwnModel, table: ExpertTable, options: EngineOptions, memory: MemoryNow) -> int:
     """Return the least bytes with which everything is mapped, in whole MB. Cost: reads file sizes."""
-    experts = model.config.num_routed_experts * table.expert_nbytes
+    experts = model.spec.num_routed_experts * table.expert_nbytes
     whole = _mapped_plan(model, options, memory.process_nbytes, _shard_nbytes(model), experts).parts.total
     return -(-whole // 1_000_000) * 1_000_000
 
 
-def _shard_nbytes(model: MapleModel) -> int:
+def _shard_nbytes(model: OwnModel) -> int:
     try:
         return sum(path.stat().st_size for path in model.checkpoint.shards)
     except OSError as error:

@@ -1,3 +1,3 @@
-"""The cpu engine: Maple on the native core, exact to the bit whatever the budget, threads, chunk or
+"""The cpu engine: models on the native core, exact to the bit whatever the budget, threads, chunk or
 instruction set.
 """

@@ -1,4 +1,4 @@
-"""Turns token ids into logits on the CPU: walks Maple's layers over the native decoder and a pool of experts.
+"""Turns token ids into logits on the CPU: walks a model's layers over the native decoder and a pool of experts.
 
 It decides the order of work inside a token: attention, routing, the resident experts while the missing ones
 are read. It does no arithmetic of its own, and does not know how the pool chooses.
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.architectures.flash_head import open_flash_head
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.engines.base import Counters, OnLogits, State
-from spile.engines.cpu.decoder import make_decoder
+from spile.engines.cpu.decoder import make_decoder, rope_of
 from spile.engines.cpu.faults import raise_fault
 from spile.engines.cpu.flash_head import ClusteredHead
 from spile.engines.cpu.head import Head
+from spile.engines.cpu.rope import RopeTable
 from spile.engines.cpu.state import CpuState
 from spile.engines.cpu.weights import EmbeddingRows, Weights
 from spile.errors import BudgetError, ContextError, OptionError, SpileError
@@ -47,19 +48,19 @@ _SHORT_CONTEXT = 1024  # tokens of a conversation that a summary counts on, wher
 
 
 class CpuEngine:
-    """Maple, ready to run. One thread at a time may use it."""
+    """A model, ready to run. One thread at a time may use it."""
 
     name = "cpu"
 
-    def __init__(self, model: MapleModel, options: EngineOptions) -> None:
+    def __init__(self, model: OwnModel, options: EngineOptions) -> None:
         """Plan, open files, read what stays resident.
 
         Raises: BudgetError, OptionError, ReadError, CheckpointError.
         """
-        config = model.config
-        self._model, self._config = model, config
-        self.vocab_size = config.vocab_size
-        self.num_experts = config.num_experts
+        spec = model.spec
+        self._spec = spec
+        self.vocab_size = spec.vocab_size
+        self.num_experts = spec.num_experts
         self._isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
         if self._isa not in _core.isas():
             raise OptionError(
@@ -67,13 +68,14 @@ class CpuEngine:
             )
         self._threads = options.threads or physical_cores()
         self._model, self._table, self._options = model, ExpertTable(model), options
-        self.expert_nbytes, self.kv_format = self._table.expert_nbytes, kv_format(config, options)
+        self.expert_nbytes, self.kv_format = self._table.expert_nbytes, kv_format(spec, options)
         self.exact = options.reselect_every == 1 and not options.flash_head
-        self._num_active = options.num_active(config.num_experts_per_tok) or config.num_experts
+        self._num_active = options.num_active(spec.num_experts_per_tok) or spec.num_experts
+        self._rope = RopeTable(rope_of(spec))
         self._state_identity = {
             "kv_bits": self.kv_format.key_bits,
             "kv_v_bits": self.kv_format.value_bits,
-            **({"kv_ring_bits": self.kv_format.ring_bits} if any(config.layer_is_sliding) else {}),
+            **({"kv_ring_bits": self.kv_format.ring_bits} if any(spec.layer_is_sliding) else {}),
             "activation_bytes": options.activation_bytes,
         }
         # Told of each decoded token's experts, layer by layer; the ids are its own copy.
@@ -85,10 +87,10 @@ class CpuEngine:
         plan = make_plan(model, self._table, options)
         self._check_selection(plan.num_slots)
         self._begin(plan)
-        self._ids = np.empty(config.num_experts, np.int32)
-        self._counts = np.empty(config.num_experts, np.int32)
-        self._foretold = np.empty(config.num_experts_per_tok, np.int32)
-        self._logits = np.empty((1, config.vocab_size), np.float32)
+        self._ids = np.empty(spec.num_experts, np.int32)
+        self._counts = np.empty(spec.num_experts, np.int32)
+        self._foretold = np.empty(spec.num_experts_per_tok, np.int32)
+        self._logits = np.empty((1, spec.vocab_size), np.float32)
 
     def _begin(self, plan: Plan) -> None:
         """Open files and read what stays resident, as a plan says; what fails is given back.
@@ -107,7 +109,7 @@ class CpuEngine:
         try:
             self._weights = Weights(model, is_mapped=plan.is_mapped)
             self._layers = [self._weights.layer(layer) for layer in range(table.num_layers)]
-            self._final_norm = self._weights.tensor("model.norm.weight")
+            self._final_norm = self._weights.tensor(f"{model.spec.norm.name}.weight")
             self._decoder = self._make_decoder()
             policy = Policy(table.num_layers, table.num_experts)
             if plan.is_mapped:
@@ -115,8 +117,7 @@ class CpuEngine:
                 room = MappedRoom(table, self._weights.shard_addresses, self._touch)
                 self._pool = Pool(room, None, policy, 0)
                 codes, scales, biases = (
-                    self._weights.tensor(f"{model.embedding_name}.{part}")
-                    for part in ("weight", "scales", "biases")
+                    self._weights.tensor(each.name) for each in model.spec.embedding.tensors()
                 )
                 self._embedding = codes, scales, biases
             else:
@@ -161,7 +162,7 @@ class CpuEngine:
         return self.plan.parts.kv
 
     def kv_nbytes(self, num_tokens: int) -> int:
-        return kv_nbytes(self._config, num_tokens, min(self.prefill_chunk, self.context), self.kv_format)
+        return kv_nbytes(self._spec, num_tokens, min(self.prefill_chunk, self.context), self.kv_format)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -197,14 +198,14 @@ class CpuEngine:
         return f"approximate: {' and '.join(reasons)}"
 
     def new_state(self) -> CpuState:
-        config, plan = self._config, self.plan
-        window = min(config.sliding_window, plan.context) if any(config.layer_is_sliding) else None
+        spec, plan = self._spec, self.plan
+        window = min(spec.sliding_window, plan.context) if any(spec.layer_is_sliding) else None
         max_chunk = min(plan.prefill_chunk, plan.context)
         selection = None
         if self._options.reselect_every != 1:
             selection = Selection(
-                config.num_hidden_layers,
-                config.num_experts,
+                spec.num_hidden_layers,
+                spec.num_experts,
                 num_active=self._num_active,
                 num_shared=self._options.shared_experts,
                 every=self._options.reselect_every,
@@ -213,7 +214,7 @@ class CpuEngine:
             self._decoder.new_cache(),
             window=window,
             max_chunk=max_chunk,
-            layer_is_sliding=config.layer_is_sliding,
+            layer_is_sliding=spec.layer_is_sliding,
             selection=selection,
             identity=self._state_identity,
             context=plan.context,
@@ -360,8 +361,8 @@ class CpuEngine:
 
         Raises: OptionError with both numbers.
         """
-        config = self._config
-        needed = self._num_active * sum(map(config.is_moe, range(config.num_hidden_layers)))
+        spec = self._spec
+        needed = self._num_active * sum(map(spec.is_moe, range(spec.num_hidden_layers)))
         if self._options.reselect_every != 1 and num_slots < needed:
             raise OptionError(
                 f"a selection of {self._num_active} experts a layer takes {needed:,} slots, and the pool has "
@@ -377,7 +378,7 @@ class CpuEngine:
         if plan.is_mapped:
             experts = "all experts mapped in place"
         else:
-            total = self._config.num_routed_experts
+            total = self._spec.num_routed_experts
             reads = "direct" if self._store is not None and self._store.is_direct else "buffered"
             experts = f"{self.experts.num_slots:,} of {total:,} experts resident, reads {reads}"
             if plan.num_head_rows < self.vocab_size:
@@ -399,10 +400,8 @@ class CpuEngine:
 
     @property
     def _kv_text(self) -> str:
-        config = self._config
-        return self.kv_format.describe(
-            has_rings=any(config.layer_is_sliding), group=group_size(config.head_dim)
-        )
+        spec = self._spec
+        return self.kv_format.describe(has_rings=any(spec.layer_is_sliding), group=group_size(spec.head_dim))
 
     def close(self) -> None:
         if self._closed:
@@ -501,18 +500,19 @@ class CpuEngine:
         total: int,
     ) -> None:
         decoder, ids, counts, T = self._decoder, self._ids, self._counts, len(token_ids)
-        num_layers, selection = self._config.num_hidden_layers, state.selection
+        num_layers, selection = self._spec.num_hidden_layers, state.selection
         assert state.cache is not None, "the state was closed"
+        rope = self._rope.rows(state.cache.position, T)
         if self._rows is None:
-            decoder.begin(*self._embedding, np.array(token_ids, np.int64))
+            decoder.begin(*self._embedding, np.array(token_ids, np.int64), rope)
         else:
             codes, scales, biases, rows = self._rows.read(token_ids)
             addresses = codes.ctypes.data, scales.ctypes.data, biases.ctypes.data
-            decoder.begin(*addresses, rows)
+            decoder.begin(*addresses, rows, rope)
         self.experts.step(T)
         for layer in range(num_layers):
             decoder.attend(state.cache, layer)
-            if not self._config.is_moe(layer):
+            if not self._spec.is_moe(layer):
                 decoder.dense(layer)
             else:
                 selected = None
@@ -552,7 +552,7 @@ class CpuEngine:
         """Return what guesses a layer's experts, where reading some before it asks may pay: from the disk."""
         if self._store is None or not self._store.is_direct:
             return None
-        if layer == self._config.num_hidden_layers or not self._config.is_moe(layer):
+        if layer == self._spec.num_hidden_layers or not self._spec.is_moe(layer):
             return None
 
         def foretell() -> tuple[int, NDArray[np.int32]]:
@@ -565,10 +565,8 @@ class CpuEngine:
         model, store, num_rows = self._model, self._store, self.plan.num_head_rows
         if not self._options.flash_head:
             return Head(model, store, num_rows, self._weights)
-        config = model.config
-        flash = open_flash_head(
-            model.checkpoint, vocab_size=config.vocab_size, hidden_size=config.hidden_size
-        )
+        spec = model.spec
+        flash = open_flash_head(model.checkpoint, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size)
         if store is not None:
             if self._flash_store is not None:
                 self._flash_store.close()
@@ -576,9 +574,9 @@ class CpuEngine:
         return ClusteredHead(model, flash, num_rows, self._weights, store=store, rows_store=self._flash_store)
 
     def _make_decoder(self) -> _core.Decoder:
-        config, plan = self._config, self.plan
+        spec, plan = self._spec, self.plan
         decoder = make_decoder(
-            config,
+            spec,
             self._isa,
             self._threads,
             context=plan.context,

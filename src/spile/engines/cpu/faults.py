@@ -9,12 +9,10 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from spile.architectures.flash_head import FlashHead
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import Experts, OwnModel
 from spile.errors import ModelError
 from spile.files.checkpoint import Tensor
 from spile.files.finite import check_finite
-
-_EXPERTS = ".switch_mlp."
 
 
 class Stage(IntEnum):
@@ -39,7 +37,7 @@ _WHERE = {
 
 
 def raise_fault(
-    model: MapleModel, fault: tuple[int, int, int], token_ids: Sequence[int], flash: FlashHead | None
+    model: OwnModel, fault: tuple[int, int, int], token_ids: Sequence[int], flash: FlashHead | None
 ) -> None:
     """Raise what `take_fault` found in a chunk of these tokens. Touches disk.
 
@@ -60,18 +58,18 @@ def raise_fault(
     )
 
 
-def _used(model: MapleModel, stage: Stage, layer: int, item: int) -> Iterator[tuple[Tensor, int | None]]:
+def _used(model: OwnModel, stage: Stage, layer: int, item: int) -> Iterator[tuple[Tensor, int | None]]:
     """Yield the tensors that a stage reads, each with the one entry of it that it reads."""
-    in_layer = f"model.layers.{layer}."
-    for name, tensor in model.checkpoint.tensors.items():
-        if stage is Stage.EMBEDDING:
-            if name.startswith(f"{model.embedding_name}."):
-                yield tensor, item
-        elif stage is Stage.HEAD:
-            if name == "model.norm.weight" or name.startswith("lm_head."):
-                yield tensor, None
-        elif name.startswith(in_layer):
-            if _EXPERTS not in name:
-                yield tensor, None
+    spec = model.spec
+    if stage is Stage.EMBEDDING:
+        yield from ((tensor, item) for tensor in model.tensors(spec.embedding))
+    elif stage is Stage.HEAD:
+        yield from ((tensor, None) for tensor in (*model.tensors(spec.norm), *model.tensors(spec.head)))
+    else:
+        ffn = spec.layers[layer].ffn
+        stacks = [*ffn.glu.weights()] if isinstance(ffn, Experts) else []
+        for weight in spec.layers[layer].weights():
+            if weight not in stacks:
+                yield from ((tensor, None) for tensor in model.tensors(weight))
             elif stage is Stage.EXPERTS:
-                yield tensor, item
+                yield from ((tensor, item) for tensor in model.tensors(weight))

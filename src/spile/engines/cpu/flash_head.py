@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from spile import _core
 from spile.architectures.flash_head import FlashHead
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.engines.cpu.head import Head
 from spile.engines.cpu.weights import Weights
 from spile.files.checkpoint import Tensor, read_into
@@ -32,7 +32,7 @@ class ClusteredHead:
 
     def __init__(
         self,
-        model: MapleModel,
+        model: OwnModel,
         flash: FlashHead,
         num_resident: int,
         weights: Weights,
@@ -46,7 +46,7 @@ class ClusteredHead:
         Raises: ReadError, CheckpointError.
         """
         self.flash, self._store = flash, rows_store
-        self._num_clusters, vocab_size = flash.num_clusters, model.config.vocab_size
+        self._num_clusters, vocab_size = flash.num_clusters, model.spec.vocab_size
         self._centroids = [flash.read(tensor) for tensor in flash.centroids]
         token_map = flash.read_token_map(vocab_size)
         self._whole: Head | None = None
@@ -58,9 +58,7 @@ class ClusteredHead:
             self._cluster_rows = np.arange(token_map.size, dtype=np.int32).reshape(token_map.shape)
             self._forced = np.flatnonzero(np.isin(self._token_ids, self._forced))
         else:
-            codes, scales, biases = (
-                model.checkpoint.tensors[f"lm_head.{part}"] for part in ("weight", "scales", "biases")
-            )
+            codes, scales, biases = model.tensors(model.spec.head)
             self._tensors = codes, scales, biases
             self._token_ids = np.arange(vocab_size, dtype=np.int32)
             self._cluster_rows = token_map

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
-from spile.architectures.maple import MapleModel
+from spile.architectures.spec import OwnModel
 from spile.engines.cpu.weights import Weights
 from spile.residency.experts import Extent
 from spile.residency.store import Store, aligned_buffer
@@ -26,15 +26,15 @@ _Addresses = tuple[int, int, int]  # codes, scales, biases
 class Head:
     """lm_head: `num_resident` rows in memory, the rest in `store`."""
 
-    def __init__(self, model: MapleModel, store: Store | None, num_resident: int, weights: Weights) -> None:
+    def __init__(self, model: OwnModel, store: Store | None, num_resident: int, weights: Weights) -> None:
         """Read the resident rows, or take all of them from mapped weights when `store` is None. Touches disk.
 
         Raises: ReadError.
         """
-        tensors = [model.checkpoint.tensors[f"lm_head.{part}"] for part in ("weight", "scales", "biases")]
+        tensors = model.tensors(model.spec.head)
         self._tensors = tensors
         self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
-        self._num_rows = model.config.vocab_size
+        self._num_rows = model.spec.vocab_size
         self._num_resident = self._num_rows if store is None else num_resident
         self._store = store
         self._is_reading = False  # stays set when a call is interrupted

@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 
 import numpy as np
 
-from spile.architectures.maple import MapleConfig
+from spile.architectures.spec import ModelSpec
 from spile.engines.cpu.trial import Trial
 from spile.engines.cpu.trial_reads import touch_rate
 from spile.errors import SpileError
@@ -43,17 +43,16 @@ class FileTable(ExpertTable):
     def is_moe(self, layer: int) -> bool:
         return self._like.is_moe(layer)
 
-    def extents(self, layer: int, expert: int) -> tuple[Extent, Extent, Extent]:
+    def extents(self, layer: int, expert: int) -> tuple[Extent, ...]:
         key = layer * self.num_experts + expert
-        gate, up, down = (
+        return tuple(
             Extent(0, (key * 3 + part) * 1_000_003 % self._span * PAGE_NBYTES, extent.nbytes)
             for part, extent in enumerate(self._like.extents(layer, expert))
         )
-        return gate, up, down
 
 
 def probe_machine(
-    config: MapleConfig,
+    spec: ModelSpec,
     table: ExpertTable,
     files: list[Path],
     *,
@@ -74,7 +73,7 @@ def probe_machine(
     fast it gives them. `between` is called between two tokens and not counted: what else a token loop does.
     """
     trial = Trial(
-        config,
+        spec,
         table,
         threads,
         sorted(set(chunks)),
@@ -85,7 +84,7 @@ def probe_machine(
     )
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(trial.close)
-        probe = _resident(trial, config.vocab_size, min(fresh_nbytes, _FRESH_NBYTES))
+        probe = _resident(trial, spec.vocab_size, min(fresh_nbytes, _FRESH_NBYTES))
         if not table.expert_nbytes:
             return probe
         # files that cannot be read: the forecast says less

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spile import _core
-from spile.architectures.maple import MapleConfig
-from spile.engines.cpu.decoder import make_decoder
+from spile.architectures.spec import Experts, ModelSpec, Router, Weight
+from spile.engines.cpu.decoder import make_decoder, rope_of
+from spile.engines.cpu.rope import RopeTable
 from spile.engines.cpu.trial_reads import Copied, PoolFetch, RowReads, stream_rate
 from spile.engines.cpu.trial_weights import MadeUpWeights
 from spile.errors import SpileError
@@ -72,7 +73,7 @@ class Trial:
 
     def __init__(
         self,
-        config: MapleConfig,
+        spec: ModelSpec,
         table: ExpertTable,
         threads: int,
         chunks: list[int],
@@ -87,24 +88,18 @@ class Trial:
 
         Raises: ReadError for files that cannot be opened.
         """
-        layers = min(_LAYERS, config.num_hidden_layers)
+        self._spec = _few_layers(spec)
+        layers = self._spec.num_hidden_layers
         self._token_layers, self._first_layer = min(_TOKEN_LAYERS, layers), 0
         context = max(chunks) + 1024
-        self._config = replace(
-            config,
-            num_hidden_layers=layers,
-            first_k_dense_replace=0,
-            layer_is_sliding=config.layer_is_sliding[-layers:],
-            vocab_size=min(_HEAD_ROWS, config.vocab_size),
-        )
         self._table, self.chunks = table, chunks
-        self._weights = MadeUpWeights(self._config)
+        self._weights = MadeUpWeights(self._spec)
         self._rng = np.random.default_rng(0)
         self._between = between
         self._watch = ShardWatch(files)
         self._rows: RowReads | None = None
         if files:
-            D = config.hidden_size
+            D = spec.hidden_size
             self._rows = RowReads(files[0], (D // 2, D // 32, D // 32))
         self._attend_seconds: list[float] = []
         self._begin_seconds: dict[bool, list[float]] = {False: [], True: []}  # of tokens through a pool
@@ -114,7 +109,7 @@ class Trial:
         self._place_experts(files if mapped else [])
         isa = os.environ.get("SPILE_ISA") or _core.isas()[0]
         self._decoder = make_decoder(
-            self._config,
+            self._spec,
             isa,
             threads,
             context=context,
@@ -124,12 +119,13 @@ class Trial:
         )
         for layer in range(layers):
             self._decoder.set_layer(layer, self._weights.layer())
-        self._decoder.set_final_norm(self._weights.ones(config.hidden_size))
+        self._decoder.set_final_norm(self._weights.ones(spec.hidden_size))
         self._embedding = self._weights.nibbles(_ROWS)
+        self._rope = RopeTable(rope_of(spec))
         self._cache = self._decoder.new_cache()
-        self._ids = np.empty(config.num_experts, np.int32)
-        self._counts = np.empty(config.num_experts, np.int32)
-        self._out = np.empty((1, self._config.vocab_size), np.float32)
+        self._ids = np.empty(self._spec.num_experts, np.int32)
+        self._counts = np.empty(self._spec.num_experts, np.int32)
+        self._out = np.empty((1, self._spec.vocab_size), np.float32)
 
     def chunk(self, num_tokens: int) -> ChunkSeconds:
         """Time one layer of a prefill chunk, every expert in place."""
@@ -143,7 +139,7 @@ class Trial:
     def _chunk(self, num_tokens: int, fetch: _Fetch) -> ChunkSeconds:
         rows = self._rng.integers(0, _ROWS, num_tokens)
         position, self._cache.position = self._cache.position, 0
-        self._decoder.begin(*self._embedding, rows)
+        self._decoder.begin(*self._embedding, rows, self._rope.rows(0, num_tokens))
         started = time.perf_counter()
         self._decoder.attend(self._cache, 0)
         num = self._decoder.route(0, self._ids, self._counts)
@@ -174,7 +170,7 @@ class Trial:
 
     def head(self, vocab_size: int, *, in_files: bool = False) -> float:
         """Time the logits of a token, for all `vocab_size` rows; `in_files` in small pages, as mapped ones are."""
-        num_rows = self._config.vocab_size
+        num_rows = self._spec.vocab_size
         head, seconds = self._weights.nibbles(num_rows), []
         if in_files:
             head = self._weights.in_small_pages()
@@ -226,7 +222,7 @@ class Trial:
 
     def _filled_pool(self, table: ExpertTable, store: Store) -> PoolFetch:
         """Make a pool whose memory was touched."""
-        foretold = np.empty(self._config.num_experts_per_tok, np.int32)
+        foretold = np.empty(self._spec.num_experts_per_tok, np.int32)
         fetch = PoolFetch(
             table,
             store,
@@ -256,7 +252,7 @@ class Trial:
     def _fitted(self, tried: NDArray[np.float64]) -> tuple[float, float, float]:
         """Return the seconds of a layer with all its experts there, half of them, and none, from what `_try` found."""
         most, most_seconds, least, least_seconds, some, some_seconds = tried.tolist()
-        K, L = self._config.num_experts_per_tok, self._token_layers
+        K, L = self._spec.num_experts_per_tok, self._token_layers
         slope = max(0.0, most_seconds - least_seconds) / max(1e-9, most - least) if most > least else 0.0
         hit = max(0.0, least_seconds - slope * least)
         half = max(0.0, some_seconds - hit) / some * K * L / 2 if some else slope * K * L / 2
@@ -308,12 +304,12 @@ class Trial:
                 self._rows.read()
             pool.step()
         first = self._first_layer
-        self._first_layer = (first + self._token_layers) % self._config.num_hidden_layers
+        self._first_layer = (first + self._token_layers) % self._spec.num_hidden_layers
         attending, started = 0.0, time.perf_counter()
         self._begin_seconds[pool is not None].append(started - asked)
-        decoder.begin(*self._embedding, row)
+        decoder.begin(*self._embedding, row, self._rope.rows(self._cache.position, 1))
         for turn in range(self._token_layers):
-            layer = (first + turn) % self._config.num_hidden_layers
+            layer = (first + turn) % self._spec.num_hidden_layers
             at = time.perf_counter()
             decoder.attend(self._cache, layer)
             num = decoder.route(layer, ids, counts)
@@ -343,7 +339,7 @@ class Trial:
 
     def _num_slots(self) -> int:
         """Slots for two tokens: the second time that a token runs it finds all, another token nearly nothing."""
-        K, E = self._config.num_experts_per_tok, self._config.num_experts
+        K, E = self._spec.num_experts_per_tok, self._spec.num_experts
         all_experts = E * sum(self._table.is_moe(layer) for layer in range(self._table.num_layers))
         return min(2 * K * self._token_layers, max(2 * K, all_experts // 2))
 
@@ -352,7 +348,7 @@ class Trial:
         table, rng = self._table, self._rng
         layers = [layer for layer in range(table.num_layers) if table.is_moe(layer)]
         if not layers:  # all layers are dense: what the trial's own would take
-            nbytes = self._config.hidden_size * self._config.moe_intermediate_size // 4
+            nbytes = self._spec.hidden_size * self._spec.moe_intermediate_size // 4
             self._experts = self._weights.ternary(3 * nbytes)
             self._places = (self._experts.ctypes.data + np.arange(3)[None, :] * nbytes).astype(np.uint64)
             return
@@ -381,6 +377,21 @@ class Trial:
             self._mapped.append(np.frombuffer(mapping, np.uint8))
             bases.append(self._mapped[-1].ctypes.data)
         self._places = np.array([[bases[e.shard] + e.offset for e in three] for three in chosen], np.uint64)
+
+
+def _few_layers(spec: ModelSpec) -> ModelSpec:
+    """Return a model of the last layers, each with experts; a dense model's have one, their dense layer."""
+    ffn, glu = spec.first_experts, spec.first_dense
+    if ffn is None:
+        assert glu is not None, "a layer has experts or is dense"
+        router = Weight("router", spec.norm.format, (1, spec.hidden_size))
+        ffn = Experts(1, Router(router, 1), glu)
+    rows = min(_HEAD_ROWS, spec.vocab_size)
+    return replace(
+        spec,
+        layers=tuple(replace(layer, ffn=ffn) for layer in spec.layers[-_LAYERS:]),
+        embedding=replace(spec.embedding, shape=(rows, spec.hidden_size)),
+    )
 
 
 def _rounds(least: int, seconds: float) -> Iterator[int]:

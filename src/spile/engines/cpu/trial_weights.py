@@ -10,7 +10,7 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import MapleConfig
+from spile.architectures.spec import ModelSpec
 from spile.residency.experts import encode_bf16
 
 _Addresses = tuple[int, int, int]  # codes, scales, biases
@@ -19,27 +19,27 @@ _Addresses = tuple[int, int, int]  # codes, scales, biases
 class MadeUpWeights:
     """Weights whose products keep their size, through any number of layers."""
 
-    def __init__(self, config: MapleConfig) -> None:
-        self._config = config
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
         self._kept: list[NDArray[np.generic]] = []
         rng = np.random.default_rng(0)
         # Made once and copied for each tensor: time does not depend on values, and randomness takes seconds.
         digits = rng.integers(0, 3, (4, 1 << 20), np.uint8)
         self._codes = digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6
         self._bytes = rng.integers(0, 256, 1 << 20, np.uint8)
-        D, E = config.hidden_size, config.num_experts
+        D, E = spec.hidden_size, spec.num_experts
         self._router = encode_bf16(rng.standard_normal(E * D, np.float32) / np.float32(np.sqrt(D)))
 
     def layer(self) -> dict[str, int]:
         """Return the addresses of a layer, by the names that `Decoder.set_layer` takes."""
-        config = self._config
-        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+        spec = self._spec
+        D, E, F = spec.hidden_size, spec.num_experts, spec.moe_intermediate_size
         wide, narrow = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
+            spec.num_attention_heads * spec.head_dim,
+            spec.num_key_value_heads * spec.head_dim,
         )
         addresses = {"input_norm": self.ones(D), "post_norm": self.ones(D)}
-        addresses |= {"q_norm": self.ones(config.head_dim), "k_norm": self.ones(config.head_dim)}
+        addresses |= {"q_norm": self.ones(spec.head_dim), "k_norm": self.ones(spec.head_dim)}
         for name, out, n in (("q", wide, D), ("k", narrow, D), ("v", narrow, D), ("o", D, wide)):
             addresses[name] = self._keep(self.ternary(out * n // 4))
             addresses[f"{name}_alpha"] = self._alphas(out, n)
@@ -54,7 +54,7 @@ class MadeUpWeights:
 
     def nibbles(self, num_rows: int) -> _Addresses:
         """Return the addresses of codes, scales and biases of a 4-bit table."""
-        D = self._config.hidden_size
+        D = self._spec.hidden_size
         codes = np.resize(self._bytes, num_rows * D // 2)
         scales = np.full(num_rows * D // 64, _bf16(0.01), np.uint16)
         biases = np.full(num_rows * D // 64, _bf16(-0.075), np.uint16)

@@ -12,22 +12,21 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures.maple import Form, MapleModel
+from spile.architectures.spec import TERNARY, Glu, OwnModel, Weight
 from spile.errors import ReadError
 from spile.files.checkpoint import read_into
-from spile.residency.experts import Extent, read_alphas, read_row_alpha
+from spile.residency.experts import Extent, read_row_alpha
 from spile.residency.store import Store
 
 
 class Weights:
     """The weights that stay resident, by address."""
 
-    def __init__(self, model: MapleModel, *, is_mapped: bool) -> None:
+    def __init__(self, model: OwnModel, *, is_mapped: bool) -> None:
         """Map the shards, or make ready to copy.
 
         Raises: ReadError when a shard cannot be mapped.
         """
-        assert model.form is not Form.BF16, "bf16 weights are converted before"
         self._model = model
         self._kept: list[NDArray[np.generic]] = []
         self._maps: list[mmap.mmap] = []
@@ -51,27 +50,21 @@ class Weights:
 
     def layer(self, layer: int) -> dict[str, int]:
         """Return the addresses of one layer, by the names that `Decoder.set_layer` takes. Touches disk."""
-        prefix = f"model.layers.{layer}"
-        addresses = {
-            "input_norm": self.tensor(f"{prefix}.input_layernorm.weight"),
-            "post_norm": self.tensor(f"{prefix}.post_attention_layernorm.weight"),
-            "q_norm": self.tensor(f"{prefix}.self_attn.q_norm.weight"),
-            "k_norm": self.tensor(f"{prefix}.self_attn.k_norm.weight"),
-        }
-        for name in ("q", "k", "v", "o"):
-            self._linear(addresses, name, f"{prefix}.self_attn.{name}_proj")
-        if not self._model.config.is_moe(layer):
-            for name in ("gate", "up", "down"):
-                self._linear(addresses, name, f"{prefix}.mlp.{name}_proj")
-            return addresses
-        addresses["router"] = self.tensor(f"{prefix}.mlp.gate.weight")
-        for name in ("gate", "up", "down"):
-            tensor = f"{prefix}.mlp.switch_mlp.{name}_proj.row_alpha"
-            if self._maps and self._model.form is Form.ROW_ALPHA:
-                addresses[f"{name}_alpha"] = self.tensor(tensor)
-            else:
-                addresses[f"{name}_alpha"] = self._keep(read_alphas(self._model, layer, f"{name}_proj"))
-        return addresses
+        spec = self._model.spec.layers[layer]
+        attention, ffn = spec.attention, spec.ffn
+        assert attention.q_norm is not None, "the decoder normalises heads"
+        assert attention.k_norm is not None, "the decoder normalises heads"
+        norms = {"input_norm": spec.input_norm, "post_norm": spec.post_norm}
+        norms |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
+        linears = {"q": attention.q, "k": attention.k, "v": attention.v, "o": attention.o}
+        glu = ffn if isinstance(ffn, Glu) else ffn.glu
+        alphas = {"gate": glu.gate, "up": glu.up, "down": glu.down}
+        if isinstance(ffn, Glu):
+            linears |= alphas
+        else:
+            norms["router"] = ffn.router.weight
+        addresses = {name: self.tensor(f"{each.name}.weight") for name, each in (norms | linears).items()}
+        return addresses | {f"{name}_alpha": self._alpha(each) for name, each in (linears | alphas).items()}
 
     def tensor(self, name: str) -> int:
         """Return the address of one whole tensor: in place when mapped, else of a private copy. Touches disk."""
@@ -88,12 +81,10 @@ class Weights:
         read_into(self._model.checkpoint.shards[tensor.shard], tensor.offset + first * nbytes, data)
         return data
 
-    def _linear(self, addresses: dict[str, int], name: str, prefix: str) -> None:
-        addresses[name] = self.tensor(f"{prefix}.weight")
-        if self._maps and self._model.form is Form.ROW_ALPHA:
-            addresses[f"{name}_alpha"] = self.tensor(f"{prefix}.row_alpha")
-        else:
-            addresses[f"{name}_alpha"] = self._keep(read_row_alpha(self._model, prefix))
+    def _alpha(self, weight: Weight) -> int:
+        if self._maps and weight.format == TERNARY:
+            return self.tensor(f"{weight.name}.row_alpha")
+        return self._keep(read_row_alpha(self._model, weight))
 
     def _keep(self, array: NDArray[np.generic]) -> int:
         array = np.ascontiguousarray(array)
@@ -104,10 +95,9 @@ class Weights:
 class EmbeddingRows:
     """Embedding rows, read on demand: 1.2 kB a token instead of a table of 175 MB."""
 
-    def __init__(self, model: MapleModel, store: Store) -> None:
+    def __init__(self, model: OwnModel, store: Store) -> None:
         self._store = store
-        tensors = model.checkpoint.tensors
-        self._tables = [tensors[f"{model.embedding_name}.{part}"] for part in ("weight", "scales", "biases")]
+        self._tables = model.tensors(model.spec.embedding)
         self._row_nbytes = [tensor.nbytes // tensor.shape[0] for tensor in self._tables]
 
     def read(

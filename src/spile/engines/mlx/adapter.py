@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from spile.architectures import find_model_type
+from spile.architectures import MODEL_TYPES, find_model_type
 from spile.errors import CheckpointError, UnsupportedModelError, quote
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ NAMES = {
 }  # fmt: skip
 _INSTALL = "Install what spile was tested with: pip install 'spile[mlx]'"
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_]+")
-OWN_MODULES = {"maple": "spile.engines.mlx.maple"}  # model types that mlx-lm does not have
+OWN_MODULES = {  # model types that mlx-lm does not have
+    name: f"spile.engines.mlx.{name}"
+    for name in MODEL_TYPES
+    if Path(__file__).with_name(f"{name}.py").exists()
+}
 
 
 def require() -> None:

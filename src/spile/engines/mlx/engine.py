@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from spile.architectures import find_model_type
-from spile.architectures.maple import MapleConfig, parse_config
+from spile.architectures import find_model_type, open_own
+from spile.architectures.spec import ModelSpec
 from spile.engines.base import Counters, OnLogits, State
 from spile.engines.mlx import adapter
 from spile.engines.mlx.cache import WHOLE, WHOLE_BITS, QuantizedCache, kv_format, make_caches, ring_cache
@@ -49,16 +49,16 @@ class MlxEngine:
 
         Raises: BudgetError, OptionError, UnsupportedModelError, CheckpointError.
         """
-        is_maple = find_model_type(checkpoint.config) == "maple"
-        _check_options(options, is_maple=is_maple)
+        is_own = find_model_type(checkpoint.config) in adapter.OWN_MODULES
+        _check_options(options, is_own=is_own)
         self.vocab_size, self._options = vocab_size, options
         self.exact = not options.flash_head
         self._approximation: str | None = None
         self._closed = False
         self._held_nbytes: dict[str, int] = {}
-        is_slow = is_maple and _device() == "CPU"
+        is_slow = is_own and _device() == "CPU"
         self._seconds_per_token = (
-            products_per_token(parse_config(checkpoint.config)) / CPU_PRODUCTS if is_slow else 0.0
+            products_per_token(open_own(checkpoint).spec) / CPU_PRODUCTS if is_slow else 0.0
         )
         self._model = adapter.load_lazily(checkpoint)
         if options.activation_bytes == 3:
@@ -308,16 +308,16 @@ class MlxEngine:
             ) from error
 
 
-def products_per_token(config: MapleConfig) -> int:
+def products_per_token(spec: ModelSpec) -> int:
     """Count the multiplications of one token's linear layers."""
-    D, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    attention = 2 * D * heads * config.head_dim
-    experts = config.num_moe_layers * config.num_experts_per_tok * 3 * D * config.moe_intermediate_size
-    dense = (config.num_hidden_layers - config.num_moe_layers) * 3 * D * config.intermediate_size
-    return config.num_hidden_layers * attention + experts + dense + config.vocab_size * D
+    D, heads = spec.hidden_size, spec.num_attention_heads + spec.num_key_value_heads
+    attention = 2 * D * heads * spec.head_dim
+    experts = spec.num_moe_layers * spec.num_experts_per_tok * 3 * D * spec.moe_intermediate_size
+    dense = (spec.num_hidden_layers - spec.num_moe_layers) * 3 * D * spec.intermediate_size
+    return spec.num_hidden_layers * attention + experts + dense + spec.vocab_size * D
 
 
-def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
+def _check_options(options: EngineOptions, *, is_own: bool) -> None:
     """Refuse what this engine cannot follow.
 
     Raises: OptionError.
@@ -327,9 +327,9 @@ def _check_options(options: EngineOptions, *, is_maple: bool) -> None:
             f"reselect_every is {options.reselect_every}: the mlx engine always chooses from all experts",
             "Leave it out, or use --engine cpu with a Maple.",
         )
-    if not is_maple and options.activation_bytes != 2:
+    if not is_own and options.activation_bytes != 2:
         raise OptionError(f"activation_bytes is {options.activation_bytes}: only a Maple has the choice")
-    if not is_maple and options.flash_head:
+    if not is_own and options.flash_head:
         raise OptionError("flash_head is asked for: only a Maple has a clustered head")
     check_io(options)
 

@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx.nn
 
 from spile.architectures.flash_head import FlashHead
-from spile.architectures.maple import TABLE_BITS, TABLE_GROUP
+from spile.architectures.spec import AFFINE4
 
 nn: Any = mlx.nn  # it has no types
 
 
 def use_flash_head(model: Any, flash: FlashHead) -> None:
-    """Replace the head of a Maple by its clusters. Touches disk: centroids and map are read.
+    """Replace the head of a model by its clusters. Touches disk: centroids and map are read.
 
     Raises: ReadError, CheckpointError.
     """
@@ -63,5 +63,5 @@ class ClusteredHead(nn.Module):
 
 def _multiply(x: mx.array, codes: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     return mx.quantized_matmul(
-        x, codes, scales, biases, transpose=True, group_size=TABLE_GROUP, bits=TABLE_BITS
+        x, codes, scales, biases, transpose=True, group_size=AFFINE4.group, bits=AFFINE4.bits
     )

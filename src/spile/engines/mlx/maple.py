@@ -23,6 +23,7 @@ Sizes: B batch, T tokens, D width, F expert width, E experts, K chosen, V vocabu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -30,25 +31,26 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from spile.architectures.maple import CODES_PER_WORD, EMBEDDING_NAMES, MapleConfig, parse_config
+from spile.architectures.maple import EMBEDDING_NAMES, IGNORED, LIMIT
+from spile.architectures.maple import spec as read_spec
+from spile.architectures.spec import TERNARY, ModelSpec, Rope
 from spile.engines.mlx.adapter import attention_module, cache_module, switch_layers
 from spile.errors import UnsupportedModelError
 
 nn: Any = mlx.nn  # it has no types
 
-CLAMP = 7.0
 LARGEST_NORMED = 1e16  # the squares of 2^20 such dimensions still have a sum in float32
 GROUPS = (128, 64, 32)  # codes that share a scale in MLX; a row is constant, so the largest that divides it
 _EMBEDDING = "model.word_embeddings"
 
 
 class ModelArgs:
-    """Maple's config, checked, in the form that mlx-lm's loader asks for."""
+    """Maple's spec, checked, in the form that mlx-lm's loader asks for."""
 
     model_type = "maple"
 
-    def __init__(self, config: MapleConfig) -> None:
-        self.config = config
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any]) -> ModelArgs:
@@ -56,7 +58,7 @@ class ModelArgs:
 
         Raises: UnsupportedModelError, CheckpointError.
         """
-        return cls(parse_config(params))
+        return cls(read_spec(params))
 
 
 class RMSNorm(nn.Module):
@@ -73,18 +75,18 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: MapleConfig, *, is_sliding: bool) -> None:
+    def __init__(self, spec: ModelSpec, *, rope: Rope | None) -> None:
         super().__init__()
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self._head_dim, D = config.head_dim, config.hidden_size
+        self._heads, self._kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        self._head_dim, D = spec.head_dim, spec.hidden_size
         self._attend = attention_module().scaled_dot_product_attention
         rows = (self._heads + 2 * self._kv_heads) * self._head_dim
         self.qkv_proj = nn.Linear(D, rows, bias=False)
         self.o_proj = nn.Linear(self._heads * self._head_dim, D, bias=False)
-        self.q_norm = RMSNorm(self._head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self._head_dim, config.rms_norm_eps)
-        if is_sliding:
-            self.rope = nn.RoPE(config.rope_dims, traditional=False, base=config.rope_theta)
+        self.q_norm = RMSNorm(self._head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(self._head_dim, spec.rms_norm_eps)
+        if rope is not None:
+            self.rope = nn.RoPE(rope.dims, traditional=False, base=rope.theta)
 
     def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
         B, T, _ = x.shape
@@ -140,10 +142,10 @@ class Router(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    def __init__(self, config: MapleConfig) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        D, F, E = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        self.gate = Router(D, E, config.num_experts_per_tok)
+        D, F, E = spec.hidden_size, spec.moe_intermediate_size, spec.num_experts
+        self.gate = Router(D, E, spec.num_experts_per_tok)
         self.switch_mlp = switch_layers().SwitchGLU(D, F, E, activation=ClampedSwiGLU())
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -153,14 +155,14 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: MapleConfig, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        D, eps = config.hidden_size, config.rms_norm_eps
-        self.is_sliding = config.layer_is_sliding[layer]
+        D, eps = spec.hidden_size, spec.rms_norm_eps
+        self.is_sliding = spec.layer_is_sliding[layer]
         self.input_layernorm = RMSNorm(D, eps)
-        self.self_attn = Attention(config, is_sliding=self.is_sliding)
+        self.self_attn = Attention(spec, rope=spec.layers[layer].attention.rope)
         self.post_attention_layernorm = RMSNorm(D, eps)
-        self.mlp = SparseMLP(config) if config.is_moe(layer) else DenseMLP(D, config.intermediate_size)
+        self.mlp = SparseMLP(spec) if spec.is_moe(layer) else DenseMLP(D, spec.intermediate_size)
 
     def __call__(self, h: mx.array, mask: Any, cache: Any) -> mx.array:
         h = h + self.self_attn(self.input_layernorm(h), mask, cache)
@@ -168,15 +170,15 @@ class DecoderLayer(nn.Module):
 
 
 class MapleModel(nn.Module):
-    def __init__(self, config: MapleConfig) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, layer) for layer in range(config.num_hidden_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.word_embeddings = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = [DecoderLayer(spec, layer) for layer in range(spec.num_hidden_layers)]
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.activation_dtype: mx.Dtype | None = None  # None: what the embeddings give
-        self._window = config.sliding_window
+        self._window = spec.sliding_window
         self._make_mask = attention_module().create_attention_mask
-        kinds = config.layer_is_sliding
+        kinds = spec.layer_is_sliding
         self._first_sliding = kinds.index(True) if True in kinds else None
         self._first_full = kinds.index(False) if False in kinds else None
 
@@ -212,8 +214,8 @@ class Model(nn.Module):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
-        self.model = MapleModel(args.config)
-        self.lm_head = nn.Linear(args.config.hidden_size, args.config.vocab_size, bias=False)
+        self.model = MapleModel(args.spec)
+        self.lm_head = nn.Linear(args.spec.hidden_size, args.spec.vocab_size, bias=False)
 
     def __call__(
         self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
@@ -226,7 +228,7 @@ class Model(nn.Module):
         return list(self.model.layers)
 
     def make_cache(self) -> list[Any]:
-        caches, window = cache_module(), self.args.config.sliding_window
+        caches, window = cache_module(), self.args.spec.sliding_window
         return [
             caches.RotatingKVCache(max_size=window) if layer.is_sliding else caches.KVCache()
             for layer in self.layers
@@ -237,7 +239,7 @@ class Model(nn.Module):
 
         Raises: UnsupportedModelError for the unquantized source.
         """
-        found = {name: value for name, value in weights.items() if not _is_ignored(name)}
+        found = {name: value for name, value in weights.items() if not re.fullmatch(IGNORED, name)}
         if any(name.endswith(".experts.0.gate_proj.weight") for name in found):
             raise UnsupportedModelError(
                 "these are the bf16 weights of a Maple, which are not run as they are",
@@ -247,12 +249,12 @@ class Model(nn.Module):
             found[f"{_EMBEDDING}.{name.rsplit('.', 1)[1]}"] = found.pop(name)
         for name in [name for name in found if name.endswith(".row_alpha")]:
             prefix = name.removesuffix(".row_alpha")
-            width = found[f"{prefix}.weight"].shape[-1] * CODES_PER_WORD
+            width = found[f"{prefix}.weight"].shape[-1] * (32 // TERNARY.bits)
             found[f"{prefix}.scales"], found[f"{prefix}.biases"] = expand_alpha(found.pop(name), width)
-        for layer in range(self.args.config.num_hidden_layers):
+        for layer in range(self.args.spec.num_hidden_layers):
             prefix = f"model.layers.{layer}"
             _join(found, f"{prefix}.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
-            if not self.args.config.is_moe(layer):
+            if not self.args.spec.is_moe(layer):
                 _join(found, f"{prefix}.mlp", ("gate_proj", "up_proj"), "gate_up_proj")
         return found
 
@@ -286,13 +288,9 @@ def _join(weights: dict[str, mx.array], prefix: str, parts: tuple[str, ...], who
             weights[f"{prefix}.{whole}.{kind}"] = mx.concatenate([weights.pop(name) for name in names])
 
 
-def _is_ignored(name: str) -> bool:
-    return name.startswith(("lm_head_flash.", "head.")) or ".head." in name or ".rotary_emb." in name
-
-
 @partial(mx.compile, shapeless=True)
 def _clamped_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    y = nn.silu(mx.minimum(gate, CLAMP)) * mx.clip(up, -CLAMP, CLAMP)
+    y = nn.silu(mx.minimum(gate, LIMIT)) * mx.clip(up, -LIMIT, LIMIT)
     return mx.where(mx.isfinite(gate) & mx.isfinite(up), y, mx.nan)
 
 

@@ -93,8 +93,8 @@ class Streaming:
             model,
             opened.checkpoint,
             EngineOptions(engine="mlx", memory_bytes=nbytes, slots=slots),
-            longest=opened.config.max_position_embeddings,
-            num_chosen=opened.config.num_experts_per_tok,
+            longest=opened.spec.max_position_embeddings,
+            num_chosen=opened.spec.num_experts_per_tok,
         )
 
     @property
