@@ -390,3 +390,13 @@ def test_a_body_is_unpacked_as_far_as_it_is_wanted() -> None:
     decoder.finish()
     with pytest.raises(RequestError, match="not valid gzip"):
         BodyDecoder("gzip").push(b"{}", 100)
+
+
+def test_thinking_that_is_cut_in_the_middle_of_a_character_ends_after_it(
+    says: Callable[..., Running],
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOK, "strict": True}}
+    server = says("é" * 20, OPENS)
+    message = ask(server, response_format=form, thinking_budget=3, max_tokens=200).choices[0].message
+    assert message.reasoning_content == "éé"
+    assert json.loads(message.content) == {"ok": True}

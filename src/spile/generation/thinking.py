@@ -41,10 +41,11 @@ class ThinkingLimit:
         return self._inner is not None and self._inner.is_complete
 
     def allowed(self) -> NDArray[np.intp] | None:
-        if self._closing and (self._is_closing or (self._splitter.is_thinking and self._left <= 0)):
-            self._is_closing = True
-            return np.array(self._closing[:1], np.intp)
-        return None if self._inner is None else self._inner.allowed()
+        allowed = None if self._inner is None else self._inner.allowed()
+        if self._closing and not self._is_closing and self._splitter.is_thinking and self._left <= 0:
+            # In the middle of a character the rule around it takes nothing else: the marker waits for its end.
+            self._is_closing = allowed is None or self._closing[0] in allowed
+        return np.array(self._closing[:1], np.intp) if self._is_closing and self._closing else allowed
 
     def accept(self, token_id: int) -> None:
         if self._inner is not None:
