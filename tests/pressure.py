@@ -42,7 +42,8 @@ class Sampler(threading.Thread):
             for name, nbytes in status(*self.most).items():
                 self.most[name] = max(self.most[name], nbytes)
             if self.engine is not None:
-                over = self.engine.resident_expert_bytes - self.engine.plan.parts.experts
+                plan = self.engine.plan  # what is set aside for keys and prompts works for experts meanwhile
+                over = self.engine.resident_expert_bytes - plan.parts.experts - plan.shared_nbytes
                 self.experts_over_plan = max(self.experts_over_plan, over)
 
 

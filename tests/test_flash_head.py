@@ -177,6 +177,7 @@ def test_the_default_is_the_exact_head(made: Path, exact: NDArray[np.float32]) -
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*no end token")
 def test_an_approximate_head_is_announced_and_marked_in_the_statistics(made: Path) -> None:
     engine = opened(made)
     assert not engine.exact

@@ -143,7 +143,7 @@ def test_damaged_folders_are_refused_in_a_sentence_or_answer(
     assert spec.loader is not None
     fuzz = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fuzz)
-    monkeypatch.setattr("spile.text.renderer.LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr("spile.text.renderer.LIMIT_SECONDS", 1.0)
     bases = fuzz.make_bases(tmp_path)
     ends = {fuzz.run_one(base)[0] for base in bases}
     assert ends == {"answered"}

@@ -257,6 +257,8 @@ class SamplingFlags:
         changes["stop"] = self.stop or None
         changes["logit_bias"] = _bias_of(self.logit_bias) if self.logit_bias else None
         changes |= more
+        if self.max_tokens == 0:
+            raise OptionError("max_tokens is 0: an answer has at least one token")
         _DEFAULTS.changed(changes)
         return {name: value for name, value in changes.items() if value is not None}
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spile.model import EncodedPrompt, Model
 
 _ANY_OBJECT = {"type": "object"}
-_MOST_CALLS = 16  # of a forced answer: a weak model would go on for ever
+_MOST_CALLS = 4  # of a forced answer: a weak model would go on for ever
 
 
 def preload(model: Model) -> None:

@@ -46,7 +46,7 @@ _REQUEST_SHARE = 0.6  # of that, for one request
 # A connection's objects, its head and what comes before the body is asked for (`listen.py`), measured with 250 uploads
 # held open: 60 kB each.
 CONNECTION_NBYTES = 64_000
-_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 56, 256
+_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 40, 256
 _CONNECTION_SHARE = 0.009
 
 # Bytes as Python objects, read by msgspec, checked against their type and made into what a template is given. Measured

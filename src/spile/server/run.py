@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from spile.model import Model
 
 _SERVER_NBYTES = (
-    6_000_000  # of a budget: threads' stacks, the log, a sampler's scratch (1.8 MB for 151,936 entries)
+    3_000_000  # of a budget: threads' stacks, the log, a sampler's scratch (1.8 MB for 151,936 entries)
 )
 _ANSWER_NBYTES = 500_000  # for each: frames on their way to clients
 # For a text that is encoded beside a computation: 18,000 letters of ASCII beside a table of 5 MB, and more where a
 # hundredth of the budget is more. A longer one borrows the pool's memory between two steps.
 _TEXT_NBYTES = 6_000_000
 _TEXT_SHARE = 100
+_TABLE_NBYTES = 4_000_000
 _STOP_SECONDS = 5.0
 _CROWD_SECONDS = 60.0  # between two lines about too many connections
 
@@ -43,7 +44,8 @@ def text_room_nbytes(budget: int) -> int:
 
 def reserved_nbytes(limits: Limits, parallel: int, budget: int | None) -> int:
     """Return what of a budget the server and its requests may take beside the engine."""
-    texts = 0 if budget is None else text_room_nbytes(budget)
+    # Of the room for texts, what a table takes is in the process by then: it was used once.
+    texts = 0 if budget is None else text_room_nbytes(budget) - _TABLE_NBYTES
     return _SERVER_NBYTES + parallel * _ANSWER_NBYTES + limits.reserved_nbytes + texts
 
 
