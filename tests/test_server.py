@@ -515,3 +515,34 @@ def test_every_endpoint_is_described(says: Callable[..., Running]) -> None:
     chat = document["components"]["schemas"]["ChatBody"]
     assert chat["additionalProperties"] is False
     assert chat["properties"]["model"]["enum"] == ["tiny", "folder", None]
+
+
+def test_budget_of_a_running_server_is_changed_by_who_has_the_key() -> None:
+    load = partial(spile.load, memory="1GB", flash_moe=True, on_note=lambda note: None)
+    body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
+    key = {"x-api-key": "secret"}
+    with running(load, model_ids=("demo",), api_keys=("secret",)) as server:
+
+        def answer() -> Any:
+            return server.send("/v1/completions", body, headers=key).body["choices"][0]["text"]
+
+        before, least = answer(), "500MB"
+        assert server.send("/memory", {"memory": least}).status == 401
+        for memory in (least, 900_000_000):
+            reply = server.send("/memory", {"memory": memory}, headers=key)
+            assert reply.status == 200
+            assert reply.body["summary"].startswith("memory ")
+            assert server.send("/status", headers=key).body["budget_bytes"] == reply.body["budget_bytes"]
+            assert answer() == before
+        assert reply.body["budget_bytes"] == 900_000_000
+        for memory, told in (("20MB", "and the budget is 20.0 MB"), ("soon", "is no size"), (0, "memory")):
+            refused = server.send("/memory", {"memory": memory}, headers=key)
+            assert refused.status == 400
+            assert told in refused.body["error"]["message"]
+        assert answer() == before
+
+
+def test_budget_of_a_server_without_a_key_stays(says: Callable[..., Running]) -> None:
+    reply = says("Hello").send("/memory", {"memory": "1GB"})
+    assert reply.status == 403
+    assert "--api-key" in reply.body["error"]["message"]

@@ -35,6 +35,7 @@ from spile.server.protocol import (
     parse_chat,
     parse_completion,
     parse_detokenize,
+    parse_memory,
     parse_tokenize,
 )
 from spile.server.replies import failure_reply, json_reply
@@ -99,6 +100,7 @@ class Service:
             *(Route(one.path.removeprefix(_VERSION), one.endpoint, methods=one.methods) for one in versioned),
             Route("/tokenize", self._door(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._door(self.detokenize), methods=["POST"]),
+            Route("/memory", self._door(self.memory), methods=["POST"]),
             Route("/health", self._door(self.health), methods=["GET"]),
             Route("/status", self._door(self.status), methods=["GET"]),
             Route("/metrics", self._door(self.metrics), methods=["GET"]),
@@ -184,17 +186,27 @@ class Service:
             reply = json_reply({"prompt": text.decode(errors="replace")})
             return WholeReply(reply, on_end=charge.share().close)
 
+    async def memory(self, http: HttpRequest) -> Response:
+        """Keep to another budget from the next step on: whoever may do so has a key."""
+        if not self._options.api_keys:
+            raise RequestError(
+                "the budget is changed by whoever has the key, and this server has none: start it with --api-key",
+                status=403,
+                code="forbidden",
+            )
+        memory, charge = await self.intake.take(http, parse_memory, lambda _, nbytes: 0)
+        with closing(charge):
+            return json_reply(await asyncio.wrap_future(self._worker.resize(memory)))
+
     async def health(self, http: HttpRequest) -> Response:
         found = self._worker.health
         return json_reply({"status": found}, 200 if found == "ok" else 503)
 
     async def status(self, http: HttpRequest) -> Response:
-        more = {"model": self._model_id, "budget_bytes": self._options.budget_bytes}
-        return json_reply({**self._worker.status(), **more})
+        return json_reply({**self._worker.status(), "model": self._model_id})
 
     async def metrics(self, http: HttpRequest) -> Response:
-        status = {**self._worker.status(), "budget_bytes": self._options.budget_bytes}
-        text = self._worker.metrics.text(status)
+        text = self._worker.metrics.text(self._worker.status())
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, http: HttpRequest) -> Response:

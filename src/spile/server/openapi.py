@@ -12,13 +12,22 @@ from typing import Any
 import msgspec
 
 from spile import __version__
-from spile.server.wire import ALIASES, NEUTRAL, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from spile.server.wire import (
+    ALIASES,
+    NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    MemoryBody,
+    TokenizeBody,
+)
 
 _BODIES = {
     "ChatBody": ChatBody,
     "CompletionBody": CompletionBody,
     "TokenizeBody": TokenizeBody,
     "DetokenizeBody": DetokenizeBody,
+    "MemoryBody": MemoryBody,
 }
 _REFERENCE = "#/components/schemas/{name}"
 _COUNT = {"type": "integer", "minimum": 0}
@@ -75,6 +84,7 @@ def _paths() -> dict[str, Any]:
         },
         "/tokenize": {"post": _asks("TokenizeBody", "Tokens", "Turn a text or messages into token ids.")},
         "/detokenize": {"post": _asks("DetokenizeBody", "Detokenized", "Turn token ids into text.")},
+        "/memory": {"post": _asks("MemoryBody", "Memory", "Keep to another budget; needs a key.")},
         "/health": {"get": _gives("Health", "Say whether requests are answered.") | {"security": []}},
         "/status": {"get": _gives("Status", "Say how things are now.")},
         "/metrics": {
@@ -239,6 +249,7 @@ def _response_schemas() -> dict[str, Any]:
         "ModelList": _object({"object": {"const": "list"}, "data": _array(model)}),
         "Tokens": _object({"tokens": _array(_COUNT), "count": _COUNT, "max_model_len": _COUNT}),
         "Detokenized": _object({"prompt": {"type": "string"}}),
+        "Memory": _object({"budget_bytes": _COUNT, "summary": {"type": "string"}}),
         "Health": _object({"status": phase}),
         "Status": _object(
             {

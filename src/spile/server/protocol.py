@@ -22,6 +22,7 @@ from spile.server.wire import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    MemoryBody,
     TokenizeBody,
     ToolChoice,
     ToolsChoice,
@@ -182,6 +183,14 @@ def parse_detokenize(data: bytes | bytearray) -> tuple[list[int], str | None]:
     """
     _, body = _read(data, DetokenizeBody)
     return body.tokens, body.model
+
+
+def parse_memory(data: bytes | bytearray) -> int | str:
+    """Read the body of /memory.
+
+    Raises: RequestError naming the parameter.
+    """
+    return _read(data, MemoryBody)[1].memory
 
 
 def _read(data: bytes | bytearray, kind: type[T]) -> tuple[dict[str, Any], T]:

@@ -89,7 +89,7 @@ class Serving:
             load,
             parallel=parallel,
             max_queue=max_queue,
-            has_budget=options.budget_bytes is not None,
+            budget_bytes=options.budget_bytes,
             defaults=defaults,
             log=log,
             on_ready=on_ready,

@@ -263,6 +263,12 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     model: str | None = None
 
 
+class MemoryBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of /memory: another budget for the whole process."""
+
+    memory: Filled | Annotated[int, Meta(ge=1, le=2**62)]
+
+
 class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of /detokenize."""
 

@@ -20,14 +20,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from spile.engines.base import Counters
-from spile.errors import ReadError, SpileError
+from spile.errors import BudgetError, ReadError, SpileError
 from spile.generation.generate import Chunk
 from spile.machine import available_memory_bytes
 from spile.memory import current_memory_bytes, peak_memory_bytes
 from spile.model import AsideError
 from spile.server.aside import Aside
 from spile.server.choices import entries_of, make_choices
-from spile.server.errors import BusyError, Failure, UnavailableError, failure_of
+from spile.server.errors import BusyError, Failure, RequestError, UnavailableError, failure_of
 from spile.server.log import Log
 from spile.server.metrics import Metrics
 from spile.server.schedule import Schedule
@@ -57,14 +57,14 @@ class Worker:
         *,
         parallel: int,
         max_queue: int,
-        has_budget: bool = False,
+        budget_bytes: int | None = None,
         defaults: Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
         log: Log | None = None,
         on_ready: Callable[[Model], None] = lambda model: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load` makes the model ready to run, on the thread; with `has_budget` its plan bounds the keys and values
+        """`load` makes the model ready to run, on the thread; with `budget_bytes` its plan bounds the keys and values
         of all answers; `defaults` are sampling fields for requests that leave them out; `on_ready` is called on
         the thread when requests are answered from then on, `on_end` when it is over, for whatever reason.
         """
@@ -78,7 +78,7 @@ class Worker:
         self.answers_nbytes = 0  # that keys and values of all answers take at most, once the model is ready
         self._load = load
         self._parallel = parallel
-        self._has_budget = has_budget
+        self.budget_bytes = budget_bytes
         self._on_ready = on_ready
         self._on_end = on_end
         self._schedule: Schedule[Choice] = Schedule(parallel)
@@ -204,6 +204,7 @@ class Worker:
             "can_reason": model.can_reason if model is not None else None,
             "running": len(self._schedule.running),
             "waiting": max(0, self._num_accepted - len({choice.task for choice in self._schedule.running})),
+            "budget_bytes": self.budget_bytes,
             "memory_bytes": current_memory_bytes(),
             "peak_memory_bytes": peak_memory_bytes(),
             "resident_expert_bytes": engine.resident_expert_bytes if engine else 0,
@@ -282,6 +283,23 @@ class Worker:
             self.log.failed(task.id, error)
         return failure
 
+    def resize(self, memory: int | str) -> Future[dict[str, Any]]:
+        """Keep to another budget from the next step on; what is told is the new plan in words.
+
+        Raises: UnavailableError; in the future, what `Model.resize` raises.
+        """
+
+        def resize(model: Model) -> dict[str, Any]:
+            try:
+                model.resize(memory)
+            except BudgetError as error:
+                raise RequestError(error.message, param="memory", hint=error.hint) from error
+            self.budget_bytes = model.budget_bytes
+            self._schedule.room_nbytes = _room_nbytes(self._engine(), has_budget=True)
+            return {"budget_bytes": model.budget_bytes, "summary": model.summary}
+
+        return self.call(resize)
+
     def _call(self, future: Future[T], function: Callable[[Model], T]) -> None:
         if not future.running() and not future.set_running_or_notify_cancel():
             return
@@ -301,7 +319,7 @@ class Worker:
         try:
             self.model = self._load()
             engine = self.model.open()
-            room_nbytes = _room_nbytes(engine, self._has_budget)
+            room_nbytes = _room_nbytes(engine, has_budget=self.budget_bytes is not None)
             self.answers_nbytes = min(room_nbytes, self._parallel * engine.kv_nbytes(engine.context))
             self._schedule = Schedule(self._parallel, room_nbytes)
             with self._wake:
@@ -463,7 +481,7 @@ def _is_pause(chunk: Chunk) -> bool:
     return chunk.token_id is None and chunk.finish_reason is None
 
 
-def _room_nbytes(engine: Engine, has_budget: bool) -> int:
+def _room_nbytes(engine: Engine, *, has_budget: bool) -> int:
     """Return the KV room that all answers have together: what the plan keeps, or without a budget as much of the
     memory that is free now as the rest of the machine can spare.
     """
