@@ -797,8 +797,9 @@ def test_prompt_flag_sends_a_folders_name(
 ) -> None:
     (tmp_path / "words").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert generate(model, "--prompt", "words") == 0
-    assert capfd.readouterr().out == "Hello\n"
+    for arguments in (["--prompt", "words"], ["words"]):  # with -m a word is a word
+        assert generate(model, *arguments) == 0
+        assert capfd.readouterr().out == "Hello\n"
 
 
 def test_generate_with_the_demo_says_so_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:

@@ -68,8 +68,8 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Answer a prompt."""
-    if prompt_argument and prompt is None:
-        _check_is_no_model(prompt_argument, engine.model)
+    if prompt_argument and prompt is None and engine.model is None:
+        _check_is_no_model(prompt_argument)
     text = _read_prompt(prompt_argument, prompt, is_needed=load_prompt is None)
     if not text and not raw and load_prompt is None:  # the chat template would hide it
         raise OptionError("the prompt is empty")
@@ -190,7 +190,7 @@ def _logprob_as_dict(token_id: int, logprob: float, loaded: Any) -> dict[str, An
     }
 
 
-def _check_is_no_model(prompt: str, model: str | None) -> None:
+def _check_is_no_model(prompt: str) -> None:
     """Check that a prompt does not name a model's folder or file: to send such a name is hardly ever meant.
 
     Raises: OptionError.
@@ -202,10 +202,9 @@ def _check_is_no_model(prompt: str, model: str | None) -> None:
         return
     if is_model:
         kind = "folder" if path.is_dir() else "file"
-        name = f"-m {prompt} " if model is None else ""
         raise OptionError(
             f"the prompt {prompt!r} is a {kind} here: is it meant as the model, or as a text?",
-            f'As the model: spile generate {name}"a prompt". As a text: --prompt {prompt}',
+            f'As the model: spile generate -m {prompt} "a prompt". As a text: --prompt {prompt}',
         )
 
 
