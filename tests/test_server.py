@@ -17,6 +17,7 @@ import spile
 from fakes import FakeEngine
 from scripted import write_scripted
 from serving import EOS, Running, fake_model, running
+from spile.memory import current_memory_bytes
 
 USER = [{"role": "user", "content": "Hi"}]
 ENDS_IN_X = "{% for m in messages %}{{ m.content }}{% endfor %}x"
@@ -518,7 +519,8 @@ def test_every_endpoint_is_described(says: Callable[..., Running]) -> None:
 
 
 def test_budget_of_a_running_server_is_changed_by_who_has_the_key() -> None:
-    load = partial(spile.load, memory="1GB", flash_moe=True, on_note=lambda note: None)
+    now = current_memory_bytes()  # of all that these tests have loaded
+    load = partial(spile.load, memory=now + 900_000_000, flash_moe=True, on_note=lambda note: None)
     body = {"prompt": "Once upon", "max_tokens": 12, "temperature": 0}
     key = {"x-api-key": "secret"}
     with running(load, model_ids=("demo",), api_keys=("secret",)) as server:
@@ -526,15 +528,15 @@ def test_budget_of_a_running_server_is_changed_by_who_has_the_key() -> None:
         def answer() -> Any:
             return server.send("/v1/completions", body, headers=key).body["choices"][0]["text"]
 
-        before, least = answer(), "500MB"
+        before, least = answer(), f"{now // 1_000_000 + 250}MB"
         assert server.send("/memory", {"memory": least}).status == 401
-        for memory in (least, 900_000_000):
+        for memory in (least, now + 800_000_000):
             reply = server.send("/memory", {"memory": memory}, headers=key)
             assert reply.status == 200
             assert reply.body["summary"].startswith("memory ")
             assert server.send("/status", headers=key).body["budget_bytes"] == reply.body["budget_bytes"]
             assert answer() == before
-        assert reply.body["budget_bytes"] == 900_000_000
+        assert reply.body["budget_bytes"] == now + 800_000_000
         for memory, told in (("20MB", "and the budget is 20.0 MB"), ("soon", "is no size"), (0, "memory")):
             refused = server.send("/memory", {"memory": memory}, headers=key)
             assert refused.status == 400

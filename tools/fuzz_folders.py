@@ -198,10 +198,15 @@ def run_one(folder: Path) -> tuple[str, str]:
     """Load, plan and answer; say how it ended and in which words."""
     import spile
     from spile.errors import SpileError
+    from spile.memory import current_memory_bytes
 
     try:
         with spile.load(
-            folder, memory="200MB", threads=1, offline=True, on_note=lambda note: check(note)
+            folder,
+            memory=current_memory_bytes() + 150_000_000,
+            threads=1,
+            offline=True,
+            on_note=lambda note: check(note),
         ) as model:
             answer = model.generate(
                 [{"role": "user", "content": "Hi <|im_end|>"}], max_tokens=4, temperature=0.0, seed=1
