@@ -27,7 +27,7 @@ from spile import errors
 from spile.errors import BudgetError, ModelError, OptionError, SpileError
 
 _KEPT_STDERR = 4000  # characters
-_MOST_LOGITS = 2_500_000  # computed at once, 10 MB
+_MOST_LOGITS = 2_500_000  # computed at once, 10 MB: mlx has no fewer than those of a step
 
 
 @dataclass(frozen=True)
@@ -170,28 +170,30 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     )
     engine = open_engine(open_model(open_checkpoint(Path(task["folder"]))), options)
     state = engine.new_state()
-    sha, finite, logits = hashlib.sha256(), True, np.empty((0, 0), np.float32)
+    sha, finite, likeliest = hashlib.sha256(), True, 0
+
+    def take(_: int, logits: NDArray[np.float32]) -> None:  # [n, V]
+        nonlocal finite, likeliest
+        sha.update(_bytes_of(logits))
+        finite = finite and bool(np.isfinite(logits).all())
+        likeliest = int(np.argmax(logits[-1]))
+
+    def take_and_keep(_: int, logits: NDArray[np.float32]) -> None:
+        take(_, logits)
+        with Path(job["keep"]).open("ab") as file:
+            file.write(_bytes_of(logits))
+
     if num_before:
         engine.prefill(state, ids[:num_before])
-    # A few at a time: logits of 48 tokens of the large model are 29 MB that no plan has counted.
     step = settings["last_step"] or min(
         settings["prefill_chunk"] or len(ids), max(1, _MOST_LOGITS // engine.vocab_size)
     )
     for at in range(num_before, len(ids), step):
-        del logits
-        logits = engine.logits(state, ids[at : at + step])  # [T, V]
-        sha.update(_bytes_of(logits))
-        finite = finite and bool(np.isfinite(logits).all())
-        if job["keep"] is not None:
-            with Path(job["keep"]).open("ab") as file:
-                file.write(_bytes_of(logits))
-    token_ids = [int(np.argmax(logits[-1]))]
-    del logits
-    while len(token_ids) <= decoded:
-        row = engine.decode(state, token_ids[-1])  # [V]
-        sha.update(_bytes_of(row))
-        finite = finite and bool(np.isfinite(row).all())
-        token_ids.append(int(np.argmax(row)))
+        engine.score(state, ids[at : at + step], take if job["keep"] is None else take_and_keep)
+    token_ids = [likeliest]
+    for _ in range(decoded):
+        take(0, engine.decode(state, likeliest)[None])
+        token_ids.append(likeliest)
     if not finite:
         raise SpileError("the logits are not all finite numbers")
     return {
