@@ -8,15 +8,18 @@ import itertools
 import lzma
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fake_pool import CheckedPool, MakePool
 from spile.making.synth import PRESETS, write_checkpoint
+
+if TYPE_CHECKING:
+    from serving import Running, Servers
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -33,6 +36,29 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
     monkeypatch.setattr(
         os, "fsync", lambda file: None
     )  # hundreds of small files need not survive a power cut
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """Servers that run until all tests of a file are done."""
+    from serving import Servers
+
+    with Servers() as servers:
+        yield servers
+
+
+@pytest.fixture
+def says(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Running]:
+    """A function that runs a server whose model says a text; one that runs already where that was asked before."""
+    from serving import fake_model
+
+    def start(*args: Any, server: dict[str, Any] | None = None, **options: Any) -> Running:
+        def load() -> Any:
+            return fake_model(tmp_path_factory.mktemp("fake"), *args, **options)
+
+        return servers.once(repr((args, server, options)), load, **(server or {}))
+
+    return start
 
 
 @pytest.fixture(params=["fake", "pages", "bank"])

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +145,20 @@ def running(
                 client.close()
             thread.join(TIMEOUT)
             assert not thread.is_alive(), "the server did not end"
+
+
+class Servers(ExitStack):
+    """Servers that run until the block ends; of those that are asked for alike there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, Running] = {}
+
+    def once(self, key: str, load: Callable[[], Model], **options: Any) -> Running:
+        """Run a server, or return the one that runs by this key."""
+        if key not in self._known:
+            self._known[key] = self.enter_context(running(load, **options))
+        return self._known[key]
 
 
 def until(condition: Callable[[], Any], seconds: float = TIMEOUT) -> None:

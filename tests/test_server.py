@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import spile
 from fakes import FakeEngine
 from scripted import write_scripted
-from serving import EOS, Running, fake_model, running
+from serving import EOS, Running, Servers, running
 from spile.memory import current_memory_bytes
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -24,42 +23,16 @@ ENDS_IN_X = "{% for m in messages %}{{ m.content }}{% endfor %}x"
 SCRIPT = [b"al", b"pha be", b"ta ga", b"mma", b"!"]
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[ExitStack]:
-    """Servers that run until all tests here are done; and by what they were asked for, those that run."""
-    with ExitStack() as stack:
-        stack.known = {}  # type: ignore[attr-defined]
-        yield stack
-
-
 @pytest.fixture
-def says(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Running]:
-    """A function that runs a server whose model says a text; one that runs already where that was asked before."""
-
-    def start(*args: Any, server: dict[str, Any] | None = None, **options: Any) -> Running:
-        key = repr((args, server, options))
-        if key not in servers.known:
-            folder = tmp_path_factory.mktemp("fake")
-            load = partial(fake_model, folder, *args, **options)
-            servers.known[key] = servers.enter_context(running(load, **(server or {})))
-        found: Running = servers.known[key]
-        return found
-
-    return start
-
-
-@pytest.fixture
-def scripted(servers: Any, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Running]:
-    """The same of the real engine, which walks a script."""
+def scripted(servers: Servers, tiny_checkpoint: Callable[..., Path]) -> Callable[..., Running]:
+    """What `says` is, of the real engine, which walks a script."""
 
     def start(script: list[bytes], **options: Any) -> Running:
-        key = repr((script, options))
-        if key not in servers.known:
+        def load() -> spile.Model:
             folder, _ = write_scripted(tiny_checkpoint, script, template=ENDS_IN_X, **options)
-            load = partial(spile.load, folder, on_note=lambda note: None)
-            servers.known[key] = servers.enter_context(running(load))
-        found: Running = servers.known[key]
-        return found
+            return spile.load(folder, on_note=lambda note: None)
+
+        return servers.once(repr((script, options)), load)
 
     return start
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
-from serving import TEMPLATE, Running, fake_model, running
+from serving import TEMPLATE, Running
 from spile.server.encoding import BodyDecoder
 from spile.server.errors import RequestError
 
@@ -25,27 +23,6 @@ LOOK = {"type": "object", "properties": {"ok": {"type": "boolean", "const": True
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": LOOK}} for name in ("look", "wait")
 ]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[ExitStack, dict[str, Running]]]:
-    with ExitStack() as stack:
-        yield stack, {}
-
-
-@pytest.fixture
-def says(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Running]:
-    """A function that runs a server whose model wants to say a text."""
-    stack, known = servers
-
-    def start(text: str = "Hello", template: str = TEMPLATE) -> Running:
-        if text + template not in known:
-            load = partial(fake_model, tmp_path_factory.mktemp("fake"), text, template=template)
-            known[text + template] = stack.enter_context(running(load))
-        found: Running = known[text + template]
-        return found
-
-    return start
 
 
 def ask(server: Running, messages: Any = USER, **body: Any) -> Any:
@@ -158,7 +135,7 @@ def test_what_a_schema_asks_in_vain_is_said(says: Callable[..., Running]) -> Non
     assert "not enforced: format 'regex'" in server.log.getvalue()
     assert ask(server).usage.spile["not_enforced"] == []
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
-    calls = ask(says("No", TOOLED), tools=[tool], tool_choice="required", max_tokens=200)
+    calls = ask(says("No", template=TOOLED), tools=[tool], tool_choice="required", max_tokens=200)
     assert calls.usage.spile["not_enforced"] == ["format 'regex' (at /properties/a) of tool 'f'"]
 
 
@@ -169,7 +146,7 @@ def test_arguments_have_no_keys_that_the_tool_does_not_name(
     tools = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": strict}}]
     wish = '<tool_call>{"name": "look", "arguments": {"ok": true, "more": 1}}</tool_call>'
     (call,) = (
-        ask(says(wish, TOOLED), tools=tools, tool_choice="required", max_tokens=300)
+        ask(says(wish, template=TOOLED), tools=tools, tool_choice="required", max_tokens=300)
         .choices[0]
         .message.tool_calls[:1]
     )
@@ -189,7 +166,7 @@ def test_a_strict_schema_is_closed_and_another_is_not(says: Callable[..., Runnin
 
 def test_a_named_function_is_called_once_by_a_model_that_repeats(says: Callable[..., Running]) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"ok": true}}</tool_call>'
-    server = says(call * 30, TOOLED)
+    server = says(call * 30, template=TOOLED)
     named = {"type": "function", "function": {"name": "look"}}
     choice = ask(server, tools=TOOLS, tool_choice=named, max_tokens=4000).choices[0]
     assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
@@ -204,14 +181,16 @@ def test_a_named_function_is_called_once_by_a_model_that_repeats(says: Callable[
 def test_allowed_tools_are_all_that_the_model_sees(says: Callable[..., Running]) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "wait"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    answer = ask(says("No", TOOLED), tools=TOOLS, tool_choice=choice, max_tokens=300, return_token_ids=True)
+    answer = ask(
+        says("No", template=TOOLED), tools=TOOLS, tool_choice=choice, max_tokens=300, return_token_ids=True
+    )
     assert answer.choices[0].message.tool_calls[0].function.name == "wait"
     assert b"look" not in bytes(answer.choices[0].prompt_token_ids)
 
 
 def test_spaces_around_a_call_stay_in_text(says: Callable[..., Running]) -> None:
     call = '<tool_call>{"name": "look", "arguments": {"ok": true}}</tool_call>'
-    server = says(f"I will call. {call} Done.", TOOLED)
+    server = says(f"I will call. {call} Done.", template=TOOLED)
     assert said(server, tools=TOOLS) == "I will call.  Done."
     frames = server.frames("/v1/chat/completions", {"messages": USER, "tools": TOOLS})
     deltas = [one["delta"] for frame in frames if isinstance(frame, dict) for one in frame["choices"]]
@@ -220,7 +199,7 @@ def test_spaces_around_a_call_stay_in_text(says: Callable[..., Running]) -> None
 
 def test_a_template_with_calls_of_another_form_says_so(says: Callable[..., Running]) -> None:
     with pytest.raises(openai.BadRequestError, match="form of its own") as caught:
-        ask(says("x", TEMPLATE + "{% if tools %}<|python_tag|>{% endif %}"), tools=TOOLS)
+        ask(says("x", template=TEMPLATE + "{% if tools %}<|python_tag|>{% endif %}"), tools=TOOLS)
     assert "<tool_call>" in str(caught.value)
     assert caught.value.param == "tools"
 
@@ -254,7 +233,7 @@ def test_calls_in_the_history_fit_templates_of_both_conventions(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "7"},
     ]
-    choice = ask(says("Hello", template), history, return_token_ids=True).choices[0]
+    choice = ask(says("Hello", template=template), history, return_token_ids=True).choices[0]
     assert choice.message.content == "Hello"
     if template == WRITES:
         assert bytes(choice.prompt_token_ids).decode() == f"Hif{arguments or '{}'}7"
@@ -285,7 +264,7 @@ def test_an_answer_is_gone_on_from(says: Callable[..., Running]) -> None:
 
 
 def test_reasoning_of_an_answer_that_is_gone_on_from(says: Callable[..., Running]) -> None:
-    server = says("Hello", OPENS)
+    server = says("Hello", template=OPENS)
     assert prompt_of(server, PREFILL) == "<user>Hi><think>\n\n</think>\n\nI say: "
     assert said(server, PREFILL) == "Hello"
     thought = [*USER, {"role": "assistant", "content": "I say: ", "reasoning_content": "Hm."}]
@@ -308,7 +287,7 @@ def test_where_the_template_closed_the_thinking_an_answer_begins_at_once(
     says: Callable[..., Running],
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOK, "strict": True}}
-    server = says("<think> and on and on", OPENS)
+    server = says("<think> and on and on", template=OPENS)
     message = ask(server, response_format=form, enable_thinking=False).choices[0].message
     assert json.loads(message.content) == {"ok": True}
     assert getattr(message, "reasoning_content", None) is None
@@ -330,7 +309,7 @@ def test_thinking_ends_at_its_bound(
 ) -> None:
     begin = "<think>" if template == FREE else ""
     thought = "".join(chr(ord("a") + i % 26) for i in range(40))
-    server = says(f"{begin}{thought}</think>\n\nHello", template)
+    server = says(f"{begin}{thought}</think>\n\nHello", template=template)
     message = ask(server, max_tokens=200, **body).choices[0].message
     reasoning = getattr(message, "reasoning_content", None) or ""
     assert reasoning == thought[:most]
@@ -342,7 +321,7 @@ def test_thinking_ends_at_its_bound(
 @pytest.mark.parametrize("effort", ["none", "minimal"])
 def test_no_effort_is_no_thinking(says: Callable[..., Running], effort: str) -> None:
     for template in (OPENS, FREE):
-        server = says("<think>abc</think>\n\nHello", template)
+        server = says("<think>abc</think>\n\nHello", template=template)
         answer = ask(server, reasoning_effort=effort, max_tokens=100, return_token_ids=True)
         if template == OPENS:
             assert bytes(answer.choices[0].prompt_token_ids).endswith(b"<think>\n\n</think>\n\n")
@@ -396,7 +375,7 @@ def test_thinking_that_is_cut_in_the_middle_of_a_character_ends_after_it(
     says: Callable[..., Running],
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOK, "strict": True}}
-    server = says("é" * 20, OPENS)
+    server = says("é" * 20, template=OPENS)
     message = ask(server, response_format=form, thinking_budget=3, max_tokens=200).choices[0].message
     assert message.reasoning_content == "éé"
     assert json.loads(message.content) == {"ok": True}

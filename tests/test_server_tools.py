@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,25 +27,10 @@ SCHEMA = {
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "yield", "schema": SCHEMA, "strict": True}}
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[ExitStack, dict[str, Running]]]:
-    with ExitStack() as stack:
-        yield stack, {}
-
-
 @pytest.fixture
-def says(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Running]:
-    """A function that runs a server whose model wants to say a text."""
-    stack, known = servers
-
-    def start(text: str, template: str = TAKES_TOOLS) -> Running:
-        if text + template not in known:
-            load = partial(fake_model, tmp_path_factory.mktemp("fake"), text, template=template)
-            known[text + template] = stack.enter_context(running(load))
-        found: Running = known[text + template]
-        return found
-
-    return start
+def says(says: Callable[..., Running]) -> Callable[..., Running]:
+    """A function that runs a server whose model wants to say a text, and whose template takes tools."""
+    return partial(says, template=TAKES_TOOLS)
 
 
 def ask(server: Running, **body: Any) -> Any:
