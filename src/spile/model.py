@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -289,8 +289,7 @@ class Model:
         tokenizer = self.tokenizer
         num_entries, eos_ids, decoder = self.vocab_size, self._configured_eos_ids(), None
         if tokenizer is not None:
-            if not tokenizer.is_learned:  # a prompt of ids, before any text
-                self._make_room(tokenizer, "")
+            self._make_room_to_learn(tokenizer)  # a prompt of ids, before any text
             num_entries, eos_ids, decoder = tokenizer.num_entries, tokenizer.eos_ids, tokenizer.decoder()
         if not any(token_id < self.vocab_size for token_id in eos_ids):
             self._tell_once(
@@ -478,14 +477,12 @@ class Model:
 
     def _found_marks(self, tokenizer: Tokenizer, aside: bool) -> Marks:
         """Raises: AsideError where reading the tokenizer's entries has to borrow the pool's memory first."""
-        if self._marks is None and aside:
-            if not (tokenizer.keep or tokenizer.is_learned):
-                raise AsideError
-            self._marks = Marks(tokenizer.added, self._sidecar.chat_template or "")
         if self._marks is None:
-            with self._alone():
-                if not tokenizer.is_learned:
-                    self._make_room(tokenizer, "")
+            if aside and not (tokenizer.keep or tokenizer.is_learned):
+                raise AsideError
+            with nullcontext() if aside else self._alone():
+                if not aside:
+                    self._make_room_to_learn(tokenizer)
                 self._marks = Marks(tokenizer.added, self._sidecar.chat_template or "")
         return self._marks
 
@@ -611,6 +608,11 @@ class Model:
         if self._engine is not None and not tokenizer.keep and not tokenizer.is_loaded:
             self._engine.lend(tokenizer.encode_nbytes(text))
 
+    def _make_room_to_learn(self, tokenizer: Tokenizer) -> None:
+        """Borrow it where the tokenizer's entries were not read yet."""
+        if not tokenizer.is_learned:
+            self._make_room(tokenizer, "")
+
     def _opened_table(self) -> GrammarTable:
         from spile.generation.grammar import GrammarTable
 
@@ -624,8 +626,7 @@ class Model:
                     GrammarTable.check(tokenizer)
                 if self.has_budget:  # the pool makes room, for which nobody may compute
                     with self._alone():
-                        if not tokenizer.is_learned:
-                            self._make_room(tokenizer, "")
+                        self._make_room_to_learn(tokenizer)
                         GrammarTable.check(tokenizer)
                         self._set_aside(GrammarTable.nbytes(tokenizer.num_entries))
                 self._grammar_table = GrammarTable(tokenizer, self.vocab_size)

@@ -231,7 +231,8 @@ class Service:
         mailbox, visit = Mailbox(), visit_of(http.scope)
         try:
             self._check_model(request.model)
-            task = visit.task = Task(request, mailbox.send, charge.body_nbytes, visit.key, charge.close)
+            task = visit.task = Task(request, mailbox.send, charge.body_nbytes, visit.key)
+            task.when_over(charge.close)
             self._worker.submit(task)
         except BaseException:
             charge.close()

@@ -58,8 +58,7 @@ class Log:
             now = time.monotonic()
             if now - self._minute >= _MINUTE:
                 left_out, self._minute, self._num_lines, self._num_left_out = self._num_left_out, now, 0, 0
-                if left_out:
-                    self._put(f"log: {left_out:,} lines were left out; it takes {_MOST_LINES} a minute")
+                self._put_left_out(left_out)
             if self._num_lines < _MOST_LINES - 1:
                 self._num_lines += 1
                 self._put(text)
@@ -102,8 +101,7 @@ class Log:
         """Write what was not written yet."""
         with self._lock:
             self.flush(is_end=True)
-            if self._num_left_out:
-                self._put(f"log: {self._num_left_out:,} lines were left out; it takes {_MOST_LINES} a minute")
+            self._put_left_out(self._num_left_out)
             self._num_left_out = 0
             if self._timer is not None:
                 self._timer.cancel()
@@ -127,6 +125,10 @@ class Log:
         if not isinstance(error, SpileError):
             for line in "".join(traceback.format_exception(error)).splitlines():
                 self.write(line)
+
+    def _put_left_out(self, count: int) -> None:
+        if count:
+            self._put(f"log: {count:,} lines were left out; it takes {_MOST_LINES} a minute")
 
     def _put(self, text: str) -> None:
         line = "".join(letter if letter.isprintable() else "?" for letter in text[: _LONGEST_LINE + 1])

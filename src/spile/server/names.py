@@ -27,10 +27,8 @@ def is_loopback(host: str) -> bool:
     """Whether a host name or address is this machine itself, whatever a name server says."""
     if host.lower().rstrip(".") == "localhost":
         return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return address is not None and address.is_loopback
 
 
 def hostname_of(host: str) -> str:
@@ -51,10 +49,10 @@ def checked_origin(given: str) -> str:
     if given in ("*", "null"):
         return given
     scheme, separator, rest = given.strip().partition("://")
-    host_and_port = re.split(r"[/?#]", rest if separator else scheme, maxsplit=1)[0].rpartition("@")[2]
+    host_and_port = _authority(rest if separator else scheme)
     host = _canonical(hostname_of(host_and_port))
     if not separator:
-        scheme = "http" if is_loopback(host) or _is_address(host) else "https"
+        scheme = "http" if is_loopback(host) or _address(host) is not None else "https"
     scheme = scheme.lower()
     form = "an origin such as https://app.example or http://localhost:3000"
     if not host or not _SCHEME.fullmatch(scheme) or "*" in host:
@@ -82,9 +80,9 @@ def checked_host(given: str) -> str:
     """
     is_bracketed = given.startswith("[") and given.endswith("]")
     host = _canonical((given[1:-1] if is_bracketed else given).lower().rstrip("."))
-    if _is_address(host) or _HOST.fullmatch(host):
+    if _address(host) is not None or _HOST.fullmatch(host):
         return host
-    inside = hostname_of(re.split(r"[/?#]", given.rpartition("://")[2], maxsplit=1)[0].rpartition("@")[2])
+    inside = hostname_of(_authority(given.rpartition("://")[2]))
     inside = _canonical(inside)
     raise OptionError(
         f"--allowed-host is {quote(given)}: it must be the name of a host, without scheme, port and path",
@@ -166,20 +164,23 @@ def _read_keys(file: Path) -> str:
         raise OptionError(f"--api-key-file {file} is not text") from error
 
 
-def _is_address(host: str) -> bool:
+def _authority(rest: str) -> str:
+    """Return the host and port of what stands behind an address's scheme."""
+    return re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _canonical(host: str) -> str:
     """Return a host as browsers write it: letters that are not ASCII in their ASCII form, addresses shortened."""
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        pass
+    address = _address(host)
+    if address is not None:
+        return str(address)
     try:
         return host if host.isascii() else host.encode("idna").decode()
     except UnicodeError:

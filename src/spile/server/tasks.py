@@ -131,14 +131,13 @@ class Task:
     send: Callable[[Event], None]
     nbytes: int = 0  # of its body
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    on_over: Callable[[], None] = lambda: None  # called once no more work is done on it
     created: float = field(default_factory=time.perf_counter)
     choices: list[Choice] = field(default_factory=list)
     unkept: tuple[str, ...] = ()  # what was asked of the answers' form and is not kept to
     is_cancelled: bool = False
     is_over: bool = False
     failure: Failure | None = None  # that ended it
-    _on_over: Callable[[], None] | None = None
+    _then: list[Callable[[], None]] = field(default_factory=list)  # once no more work is done on it
     _num_unread: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -154,18 +153,16 @@ class Task:
         """Take note that no more work is done on it; say whether that is news."""
         with self._lock:
             is_news, self.is_over = not self.is_over, True
-            then, self._on_over = self._on_over, None
-        if is_news:
-            self.on_over()
-        if then is not None:
-            then()
+            then, self._then = self._then, []
+        for each in then:
+            each()
         return is_news
 
     def when_over(self, then: Callable[[], None]) -> None:
         """Do something once no more work is done on it: at once, or on the thread that ends it."""
         with self._lock:
             if not self.is_over:
-                self._on_over = then
+                self._then.append(then)
                 return
         then()
 

@@ -157,6 +157,23 @@ class Worker:
         self._aside.do(run, nbytes)
         return future
 
+    def resize(self, memory: int | str) -> Future[dict[str, Any]]:
+        """Keep to another budget from the next step on; what is told is the new plan in words.
+
+        Raises: UnavailableError; in the future, what `Model.resize` raises.
+        """
+
+        def resize(model: Model) -> dict[str, Any]:
+            try:
+                model.resize(memory)
+            except BudgetError as error:
+                raise RequestError(error.message, param="memory", hint=error.hint) from error
+            self.budget_bytes = model.budget_bytes
+            self._schedule.room_nbytes = _room_nbytes(self._engine(), has_budget=True)
+            return {"budget_bytes": model.budget_bytes, "summary": model.summary}
+
+        return self.call(resize)
+
     def stop(self) -> None:
         """End all requests, each with an error, and close the model. Returns at once; may be called twice."""
         with self._wake:
@@ -282,23 +299,6 @@ class Worker:
         if not isinstance(error, SpileError) or error.message not in failure.message:
             self.log.failed(task.id, error)
         return failure
-
-    def resize(self, memory: int | str) -> Future[dict[str, Any]]:
-        """Keep to another budget from the next step on; what is told is the new plan in words.
-
-        Raises: UnavailableError; in the future, what `Model.resize` raises.
-        """
-
-        def resize(model: Model) -> dict[str, Any]:
-            try:
-                model.resize(memory)
-            except BudgetError as error:
-                raise RequestError(error.message, param="memory", hint=error.hint) from error
-            self.budget_bytes = model.budget_bytes
-            self._schedule.room_nbytes = _room_nbytes(self._engine(), has_budget=True)
-            return {"budget_bytes": model.budget_bytes, "summary": model.summary}
-
-        return self.call(resize)
 
     def _call(self, future: Future[T], function: Callable[[Model], T]) -> None:
         if not future.running() and not future.set_running_or_notify_cancel():
