@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from spile.errors import OptionError, quote
+from spile.files.whole import read_whole
 
 _SCHEME_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
@@ -150,16 +150,11 @@ def _checked_key(key: str, where: str) -> str:
 
 def _read_keys(file: Path) -> str:
     try:
-        found = file.expanduser().stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise OptionError(f"--api-key-file {file} is not a regular file")
-        if found.st_size > _MOST_KEY_FILE_NBYTES:
-            raise OptionError(
-                f"--api-key-file {file} has {found.st_size:,} bytes: {_MOST_KEY_FILE_NBYTES:,} are the most"
-            )
-        return file.expanduser().read_text(encoding="utf-8-sig")
+        return read_whole(file.expanduser(), _MOST_KEY_FILE_NBYTES, OptionError).decode("utf-8-sig")
     except OSError as error:
         raise OptionError(f"--api-key-file {file} cannot be read: {error.strerror or error}") from error
+    except OptionError as error:
+        raise OptionError(f"--api-key-file: {error.message}") from error
     except UnicodeDecodeError as error:
         raise OptionError(f"--api-key-file {file} is not text") from error
 
